@@ -1,0 +1,3 @@
+"""largetrain: train large models with DeepSpeed, by config alone."""
+
+__version__ = "0.1.0"

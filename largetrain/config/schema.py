@@ -1,0 +1,159 @@
+"""The run YAML: every section and key, with its type, range, default and meaning.
+
+The attribute docstrings are the reference that `largetrain config --reference` prints.
+No section bears the name of a key of the engine JSON, so that `--set` can tell them apart.
+Imports neither torch nor deepspeed.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+STRICT = ConfigDict(
+    extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+)
+Auto = Literal["auto"]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A strict, frozen section: unknown keys and loose types are refused."""
+
+    model_config = STRICT
+
+
+class ModelConfig(Section):
+    """What is trained: a decoder-only transformer by preset and sizes, or your own class by `target`."""
+
+    preset: str = "demo"
+    """A named size (see `largetrain config --reference`); every other key of this section overrides it."""
+    target: str | None = None
+    """`package.module:Name` of your own torch.nn.Module; replaces the decoder."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `target`."""
+    style: Literal["gpt", "llama"] | None = None
+    """`gpt`: learned positions, LayerNorm, GELU, biases. `llama`: rotary, RMSNorm, SwiGLU, no biases."""
+    vocab_size: PositiveInt | Auto = "auto"
+    """Rows of the embedding; `auto` takes the tokenizer's size."""
+    layers: PositiveInt | None = None
+    """Transformer blocks."""
+    hidden: PositiveInt | None = None
+    """Width of the residual stream."""
+    heads: PositiveInt | None = None
+    """Attention heads; must divide `hidden`."""
+    kv_heads: PositiveInt | None = None
+    """Key/value heads (grouped-query attention); must divide `heads`."""
+    ffn_hidden: PositiveInt | None = None
+    """Inner width of the feed-forward layer."""
+    seq_len: PositiveInt | None = None
+    """Tokens per sample, and the longest context."""
+    tie_embeddings: bool | None = None
+    """Share the input embedding with the output head."""
+    dropout: Fraction = 0.0
+    """Dropout on the embedding, the attention weights and each residual branch."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of LayerNorm or RMSNorm."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies (`llama`)."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass instead of keeping them."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens per chunk of the output head and loss, so that the full logits never exist at once."""
+
+
+class DataConfig(Section):
+    """Where the text comes from and how it is cut into samples."""
+
+    source: str | list[str] = "builtin"
+    """`builtin` (Python's language reference and standard library), or files and folders of .txt, .jsonl, .jsonl.gz."""
+    validation: str | list[str] | None = None
+    """Separate validation files; absent: `validation_fraction` of the documents of `source`."""
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """Share of documents held out for validation when `validation` is absent."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 values and an end-of-text token), or the path of a Hugging Face `tokenizer.json`."""
+    text_key: str = "text"
+    """Key of the text in each JSON line."""
+    on_bad_input: Literal["error", "skip"] = "error"
+    """Undecodable text or broken JSON lines: stop with file and line, or skip and count."""
+    cache: str | None = None
+    """Folder of tokenized files, keyed by content; absent: `$XDG_CACHE_HOME/largetrain`."""
+    workers: NonNegativeInt = 0
+    """Loader processes per rank."""
+    target: str | None = None
+    """`package.module:Name` of your own map-style dataset of dicts; replaces the text sources."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `target`; `split` ("train" or "validation") is added."""
+
+
+class EvaluationConfig(Section):
+    """Evaluation in the loop, on every validation sample exactly once."""
+
+    every_steps: NonNegativeInt = 0
+    """Updates between evaluations; 0: only at the end of training."""
+    at_end: bool = True
+    """Evaluate after the last update."""
+    max_samples: PositiveInt | None = None
+    """Use only the first so many validation samples; absent: all."""
+
+
+class CheckpointsConfig(Section):
+    """When the run's state is written."""
+
+    every_steps: NonNegativeInt = 0
+    """Updates between checkpoints; 0: only at the end of training."""
+    at_end: bool = True
+    """Write one after the last update."""
+    keep_last: NonNegativeInt = 2
+    """Newest checkpoints of this run to keep; 0 keeps all."""
+
+
+class LoggingConfig(Section):
+    """What is reported, and how often."""
+
+    every_steps: PositiveInt = 10
+    """Updates between lines on a redirected terminal; the metrics file has every update."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of one device, for MFU; absent: known figures by device name."""
+
+
+class GuardConfig(Section):
+    """When a run that does not learn is stopped."""
+
+    max_skipped_in_a_row: PositiveInt = 25
+    """Stop, with a checkpoint, after so many skipped updates in a row (non-finite loss or gradients)."""
+
+
+class RuntimeConfig(Section):
+    """The process itself."""
+
+    threads: PositiveInt | Auto = "auto"
+    """CPU threads per rank; `auto`: OMP_NUM_THREADS if set, else the host's cores divided by its ranks."""
+    timeout_s: PositiveInt = 1800
+    """Longest wait of a collective before the run is given up, in seconds."""
+
+
+class RunConfig(Section):
+    """One run: model, data, length, evaluation, checkpoints, logging."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
+    """Name of the run; part of the default output folder."""
+    seed: NonNegativeInt = 1234
+    """Seed of initial weights, data order and dropout."""
+    steps: PositiveInt | None = None
+    """Optimizer updates to run; give this or `epochs`. Neither: 300 steps."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data instead of `steps`."""
+    output: str | None = None
+    """Output folder; absent: `runs/<name>-<time>/`."""
+    backend: Literal["auto", "deepspeed"] = "auto"
+    """What runs the optimizer steps; `auto` chooses by the model."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    logging: LoggingConfig = LoggingConfig()
+    guard: GuardConfig = GuardConfig()
+    runtime: RuntimeConfig = RuntimeConfig()

@@ -1,0 +1,38 @@
+"""Errors that end a run, and the exit code of each.
+
+`ConfigError` is the user's mistake and prints as one clear message; every other
+class is something that happened to a correct run.
+"""
+
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_INTERNAL = 1
+EXIT_MISTAKE = 2
+EXIT_DIVERGED = 3
+EXIT_INTERRUPTED = 130
+
+
+class LargetrainError(Exception):
+    """Base of the errors that `main` turns into one message and an exit code."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class ConfigError(LargetrainError):
+    """The user's input is wrong: the message names the file, the key and the way out.
+
+    Several mistakes may be reported together; `problems` holds one line for each.
+    """
+
+    exit_code = EXIT_MISTAKE
+
+    def __init__(self, problems: str | Iterable[str]):
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DivergedError(LargetrainError):
+    """Too many updates in a row were skipped for non-finite loss or gradients."""
+
+    exit_code = EXIT_DIVERGED
