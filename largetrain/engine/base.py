@@ -1,0 +1,50 @@
+"""The backend protocol: what the trainer may ask of whatever runs the optimizer steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+MicroBatch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer update, equal on all ranks; tensors stay on the device so that nobody waits for them."""
+
+    loss: Tensor
+    """0-d fp32, nats: sum over the valid targets of the global batch divided by their count."""
+    lr: float
+    """Learning rate that this update used."""
+    grad_norm: float | Tensor
+    """Global L2 norm of the unscaled gradient before clipping; not finite when the update was skipped."""
+    loss_scale: float
+    """Loss scale in force during this update; 1.0 without fp16."""
+    applied: bool
+    """False: gradients were not finite, weights and schedule did not move on any rank."""
+    tokens: int
+    """Valid targets in the global batch."""
+    scale_exhausted: bool
+    """The update overflowed at the smallest loss scale that the engine JSON allows."""
+    local_losses: tuple[Tensor, ...]
+    """Loss sum of each of this rank's micro-batches, 0-d, kept to name the culprit of a skipped update."""
+    sample_ids: tuple[int, ...]
+    """Samples of this rank in this update."""
+
+
+class Backend(Protocol):
+    """Runs optimizer steps; owns the wrapped model, the optimizer and the loss scale."""
+
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
+        """Pull exactly gradient_accumulation_steps items, then update once."""
+
+    def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
+        """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of weights, optimizer, scheduler and loss scale; called on every rank."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote on the same layout; called on every rank."""

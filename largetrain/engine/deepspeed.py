@@ -1,0 +1,203 @@
+"""The `deepspeed` backend: ZeRO 0-3, offload, fp32, bf16, fp16, through `deepspeed.initialize`.
+
+Where DeepSpeed 0.19 does not do what its JSON says, the mend is here and is announced by `notes`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from largetrain.engine.base import MicroBatch, StepResult
+from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.optimizers import cpu_optimizer, skip_infinite_updates
+from largetrain.tasks.base import Task
+
+# DeepSpeed's schedulers start at index -1; index 1 is the first one with a learning rate above warmup_min_lr
+FIRST_UPDATE_INDEX = 1
+
+
+def dtype_of(engine_config: dict[str, Any]) -> torch.dtype:
+    """Parameter dtype that the engine JSON asks for."""
+    if engine_config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    if engine_config.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    return torch.float32
+
+
+def stage_of(engine_config: dict[str, Any]) -> int:
+    """ZeRO stage that the engine JSON asks for."""
+    return int(engine_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def served_config(engine_config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What DeepSpeed is handed for the user's engine JSON, and one line for each difference."""
+    served, notes = deepcopy(engine_config), []
+    served.setdefault("steps_per_print", 10**9)  # largetrain reports progress itself
+    if stage_of(served) == 0 and dtype_of(served) != torch.float32:
+        served.setdefault("zero_optimization", {})["stage"] = 1
+        notes.append(
+            "ZeRO stage 0 in half precision is run as stage 1: the same update with less memory; "
+            "DeepSpeed 0.19's stage 0 does not scale the fp16 loss and has no fp32 accumulation to skip on"
+        )
+    if stage_of(served) == 0:
+        served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
+    if stage_of(served) >= 1 and not served.get("zero_allow_untested_optimizer"):
+        served["zero_allow_untested_optimizer"] = True
+    return served, notes
+
+
+def sharded_construction(engine_config: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Context in which a ZeRO-3 model is born sharded, so that no rank ever holds it whole; else does nothing."""
+    if stage_of(engine_config) != 3:
+        return nullcontext()
+    import deepspeed
+
+    served, _ = served_config(engine_config)
+    return deepspeed.zero.Init(config_dict_or_path=served, dtype=dtype_of(engine_config))
+
+
+def whole_parameters(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Context in which the given parameters are whole on every rank; what rank 0 writes into them is kept on all."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+class DeepSpeedBackend:
+    """Runs optimizer steps through a DeepSpeed engine.
+
+    Args:
+        model: built on this rank; under ZeRO-3 inside `sharded_construction`.
+        task: gives the weight and the loss sum of a batch.
+        engine_config: the resolved engine JSON as a dict.
+        device: where batches go.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, engine_config: dict[str, Any], device: torch.device):
+        import deepspeed
+
+        served, self.notes = served_config(engine_config)
+        self.dtype, self.stage = dtype_of(engine_config), stage_of(served)
+        self.task, self.device = task, device
+        self.accumulation = int(served["gradient_accumulation_steps"])
+        self.data_parallel = dist.get_world_size()
+        optimizer = cpu_optimizer(served, model) if device.type == "cpu" else None
+        if optimizer is not None:
+            served.pop("optimizer")
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=model, model_parameters=parameters, optimizer=optimizer, config=served
+        )
+        if self.stage == 0:
+            clip = float(engine_config["gradient_clipping"])
+            skip_infinite_updates(self.optimizer, parameters, clip)
+        self._arithmetic = self._half_arithmetic()
+        self._dynamic_scaler = self._tame_loss_scaler()
+        if self.scheduler is not None:
+            while self.scheduler.last_batch_iteration < FIRST_UPDATE_INDEX:
+                self.scheduler.step()
+
+    def _half_arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
+        if self.device.type != "cpu" or computes_natively(self.dtype):
+            return nullcontext
+        name = "fp16" if self.dtype == torch.float16 else "bf16"
+        self.notes.append(
+            f"this CPU has no native {name}: matrix products, attention and convolutions are computed in fp32 "
+            f"and rounded once to {name}, as tensor cores do"
+        )
+        return HalfProductsInFp32
+
+    def _tame_loss_scaler(self) -> Any:
+        """Have a dynamic scaler stay at its floor instead of raising a bare Exception; the guard stops the run."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        if self.dtype != torch.float16 or not getattr(scaler, "dynamic", False):
+            return None
+        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
+        return scaler
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update (first parameter group)."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the next update; 1.0 without fp16."""
+        return float(self.optimizer.loss_scale) if self.dtype == torch.float16 else 1.0
+
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
+        """Pull exactly gradient_accumulation_steps items, then update once.
+
+        The loss is the sum over valid targets divided by their count over the whole global batch, so every
+        micro-batch weighs by what it holds. DeepSpeed divides by accumulation and by ranks; the factor undoes both.
+        """
+        batches = [next(micro_batches) for _ in range(self.accumulation)]
+        totals = torch.tensor(sum(self.task.weight(batch) for batch in batches), dtype=torch.int64, device=self.device)
+        dist.all_reduce(totals)
+        tokens = int(totals)
+        factor = self.accumulation * self.data_parallel / max(tokens, 1)
+        lr, scale = self.lr, self.loss_scale
+        at_floor = self._dynamic_scaler is not None and scale <= self._dynamic_scaler.min_scale
+        losses: list[Tensor] = []
+        for batch in batches:
+            with self._arithmetic():
+                loss_sum = self.task.loss_sum(self.engine, self._to_device(batch))
+                losses.append(loss_sum.detach())
+                # a non-finite loss can have finite gradients; DeepSpeed only looks at those, so make them NaN too
+                poison = torch.where(torch.isfinite(losses[-1]), 1.0, torch.nan)
+                self.engine.backward(loss_sum * (poison * factor))
+            self.engine.step()
+        loss = torch.stack(losses).sum()
+        dist.all_reduce(loss)
+        applied = bool(self.engine.was_step_applied())
+        return StepResult(
+            loss=loss / max(tokens, 1),
+            lr=lr,
+            grad_norm=self.engine.get_global_grad_norm(),
+            loss_scale=scale,
+            applied=applied,
+            tokens=tokens,
+            scale_exhausted=at_floor and not applied,
+            local_losses=tuple(losses),
+            sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
+        )
+
+    def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
+        """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
+        totals: dict[str, Tensor] = {}
+        self.engine.eval()
+        try:
+            with torch.no_grad(), self._arithmetic():
+                for batch in batches:
+                    for name, value in self.task.evaluate(self.engine, self._to_device(batch)).items():
+                        totals[name] = totals[name] + value if name in totals else value
+        finally:
+            self.engine.train()
+        if not totals:
+            return {}
+        names = sorted(totals)
+        stacked = torch.stack([totals[name] for name in names])
+        dist.all_reduce(stacked)
+        return self.task.metrics(dict(zip(names, stacked.tolist(), strict=True)))
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`."""
+        self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote on the same layout."""
+        path, _ = self.engine.load_checkpoint(str(directory.parent), tag=directory.name)
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

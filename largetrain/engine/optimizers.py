@@ -1,0 +1,59 @@
+"""Optimizers on a CPU without compiling anything, and the check that DeepSpeed leaves out at fp32 stage 0."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+# torch's fused kernels take these; anything else (bias_correction, ...) is DeepSpeed's own optimizer's business
+ADAM_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam"})
+
+
+def cpu_optimizer(engine_config: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer | None:
+    """torch's fused Adam or AdamW for the JSON's optimizer section, or None when DeepSpeed's own is needed.
+
+    DeepSpeed's FusedAdam compiles a C++ op for 90 s to run the same update; with optimizer offload its
+    CPUAdam is the point, so that is left alone.
+    """
+    section = engine_config["optimizer"]
+    name, params = str(section["type"]).lower(), dict(section.get("params", {}))
+    offload = engine_config.get("zero_optimization", {}).get("offload_optimizer", {})
+    offloaded = isinstance(offload, dict) and offload.get("device", "none") != "none"
+    if name not in ("adam", "adamw") or offloaded or not ADAM_KEYS.issuperset(params):
+        return None
+    decoupled = name == "adamw" or params.get("adam_w_mode", True)
+    arguments = {key: value for key, value in params.items() if key not in ("adam_w_mode", "torch_adam")}
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    # DeepSpeed's default: no weight decay unless the JSON gives it, where torch's AdamW has 0.01
+    arguments.setdefault("weight_decay", 0.0)
+    return kind([p for p in model.parameters() if p.requires_grad], fused=True, **arguments)
+
+
+def skip_infinite_updates(optimizer: Any, parameters: Sequence[nn.Parameter], clip: float) -> None:
+    """Make a plain torch optimizer skip updates with non-finite gradients, and clip by global norm.
+
+    At fp32 stage 0 DeepSpeed calls the optimizer whatever the gradients hold, and weights go NaN. Its engine
+    reads `overflow` and `_global_grad_norm` from the optimizer, so these two carry the decision: an update is
+    then counted as skipped and the schedule stays. Gradients are already averaged over ranks, so all agree.
+
+    Args:
+        clip: largest global L2 norm; 0 leaves gradients alone. The coefficient is clip / (norm + 1e-6), as in
+            torch.nn.utils.clip_grad_norm_ and DeepSpeed.
+    """
+    update: Callable[[], Any] = optimizer.step
+
+    def step(closure: None = None) -> None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        optimizer._global_grad_norm = norm
+        optimizer.overflow = not bool(torch.isfinite(norm))
+        if optimizer.overflow:
+            return
+        if clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        update()
+
+    optimizer.step = step

@@ -1,0 +1,44 @@
+"""Next-token prediction: loss in nats per token, perplexity, bits per byte."""
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from largetrain.tasks.base import Batch
+
+IGNORED = -100
+
+
+class LanguageModeling:
+    """Causal language modeling on batches of `input_ids` and already shifted `labels`.
+
+    Args:
+        bytes_per_token: UTF-8 bytes behind one validation token, for bits per byte; None when unknown.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, bytes_per_token: float | None = None):
+        self.bytes_per_token = bytes_per_token
+
+    def weight(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss_sum, _ = model(batch["input_ids"], batch["labels"])
+        return loss_sum
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        loss_sum, count = model(batch["input_ids"], batch["labels"])
+        return {"loss_sum": loss_sum.double(), "tokens": count.double()}
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss (nats per token), perplexity and, when the bytes are known, bits per byte."""
+        loss = sums["loss_sum"] / max(sums["tokens"], 1.0)
+        figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": sums["tokens"]}
+        if self.bytes_per_token is not None:
+            figures["bits_per_byte"] = loss / math.log(2.0) / self.bytes_per_token
+        return figures
+
+
