@@ -1,0 +1,296 @@
+"""Micro-batches of one data-parallel rank, from a map-style dataset and the sample order.
+
+The index that reaches a loader process carries epochs and sample ids, so prefetching and persistent processes
+cannot fall behind the epoch.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from largetrain.data.order import SampleOrder
+from largetrain.errors import LargetrainError
+
+if TYPE_CHECKING:
+    from largetrain.config.resolved import Batch
+
+MASKED = -100
+ORDER_BLOCK = 1024
+TIMEOUT_S = 600.0
+
+MicroBatch = dict[str, Any]
+
+
+class LoaderError(LargetrainError):
+    """A loader process died or gave nothing for too long."""
+
+
+class Index(NamedTuple):
+    """The samples of one micro-batch: ids and epochs, int64 [micro_batch]."""
+
+    ids: np.ndarray
+    epochs: np.ndarray
+
+
+class _Fetcher(Dataset):
+    """Makes a whole micro-batch in the process that the loader chose."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self._epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, index: Index) -> MicroBatch:
+        if callable(getattr(self.dataset, "get_batch", None)):
+            batch = self.dataset.get_batch(index.ids)
+        else:
+            items = [self._item(int(i), int(epoch)) for i, epoch in zip(index.ids, index.epochs, strict=True)]
+            collate: Callable[[list[Any]], MicroBatch] = getattr(self.dataset, "collate_fn", default_collate)
+            batch = collate(items)
+        if not isinstance(batch, dict):
+            raise TypeError(f"{type(self.dataset).__name__} gives {type(batch).__name__} instead of a dict per sample")
+        batch["sample_id"] = torch.from_numpy(index.ids)
+        return batch
+
+    def _item(self, sample: int, epoch: int) -> Any:
+        if epoch != self._epoch:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            self._epoch = epoch
+        with _random_numbers_of(self.seed, epoch, sample):
+            return self.dataset[sample]
+
+
+@contextmanager
+def _random_numbers_of(*key: int) -> Iterator[None]:
+    """Draw from streams of this key inside, and leave the process's own streams as they were.
+
+    Augmentation then depends on the sample and the epoch alone: not on the rank, the number of loader processes, or
+    whether the run was resumed.
+    """
+    words = np.random.SeedSequence(key).generate_state(4, dtype=np.uint64)
+    kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(int(words[0]))
+    np.random.seed(words[1:2].view(np.uint32))
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.default_generator.set_state(kept[2])
+
+
+class _TrainSampler:
+    """Yields the Index of each micro-batch of one rank; orders are computed for many micro-batches at once."""
+
+    def __init__(self, order: SampleOrder, batch: "Batch", rank: int, consumed_samples: int, updates: int | None):
+        self.order, self.batch, self.rank = order, batch, rank
+        self.consumed_samples, self.updates = consumed_samples, updates
+
+    def __iter__(self) -> Iterator[Index]:
+        batch, micro = self.batch, self.batch.micro_batch
+        offsets = np.arange(batch.gradient_accumulation_steps)[:, None] * (batch.data_parallel * micro)
+        offsets = (offsets + self.rank * micro + np.arange(micro)).ravel()
+        block = max(1, ORDER_BLOCK // len(offsets))
+        update = 0
+        while self.updates is None or update < self.updates:
+            count = block if self.updates is None else min(block, self.updates - update)
+            starts = self.consumed_samples + np.arange(update, update + count) * batch.global_batch
+            ids, epochs = self.order.at((starts[:, None] + offsets).ravel())
+            for low in range(0, len(ids), micro):
+                yield Index(ids[low : low + micro].copy(), epochs[low : low + micro])
+            update += count
+
+
+class TrainStream:
+    """Iterator of micro-batches of one data-parallel rank.
+
+    Args:
+        dataset: map-style; either with `get_batch(ids) -> dict of stacked tensors`, or with items that are dicts, which
+            are put together by its own `collate_fn(items)` if it has one and by torch's default otherwise. A method
+            `set_epoch(epoch)` is called in the process that loads, before the first sample of another epoch.
+        order: the order of samples; its global batch must be that of `batch`.
+        batch: how an update is divided.
+        rank: data-parallel rank.
+        consumed_samples: samples that earlier updates took, over all ranks.
+        workers: loader processes; 0 loads in this process.
+        updates: end after so many updates; None: never.
+        pin_memory: copy batches to page-locked memory (CUDA).
+        start_method: how loader processes start; None: the system's default.
+        timeout_s: longest wait for a loader process.
+
+    Each micro-batch is a dict of CPU tensors stacked along the first dim, with "sample_id" int64 [micro_batch].
+
+    Raises:
+        LoaderError: from next(): a loader process died or gave nothing for timeout_s.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: SampleOrder,
+        batch: "Batch",
+        rank: int,
+        consumed_samples: int = 0,
+        workers: int = 0,
+        *,
+        updates: int | None = None,
+        pin_memory: bool = False,
+        start_method: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        assert order.global_batch == batch.global_batch and 0 <= rank < batch.data_parallel
+        self.wait_s = 0.0
+        """Seconds spent in next(), cumulative."""
+        self._workers = workers
+        sampler = _TrainSampler(order, batch, rank, consumed_samples, updates)
+        self._loader = _loader(
+            _Fetcher(dataset, order.seed), sampler, workers, (order.seed, rank), pin_memory, start_method, timeout_s
+        )
+        self._iterator: Iterator[MicroBatch] | None = None
+
+    def __iter__(self) -> "TrainStream":
+        return self
+
+    def __next__(self) -> MicroBatch:
+        started = time.perf_counter()
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._loader)
+            with _explained(self._workers):
+                return next(self._iterator)
+        finally:
+            self.wait_s += time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the loader processes; the stream cannot be used afterwards."""
+        self._iterator = iter(())
+
+
+def evaluation_batches(
+    dataset: Any,
+    micro_batch: int,
+    data_parallel: int,
+    rank: int,
+    max_samples: int | None = None,
+    workers: int = 0,
+    *,
+    pin_memory: bool = False,
+    start_method: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[MicroBatch]:
+    """Yield this rank's share of an evaluation: over all ranks each sample exactly once, in order.
+
+    Every rank yields the same number of full micro-batches. Places without a sample repeat sample 0 with "valid"
+    False, "sample_id" -1 and integer labels all -100, so that loss sums and counts are right without looking at them.
+
+    Args:
+        dataset: as for `TrainStream`.
+        max_samples: only the first so many samples.
+
+    Yields:
+        As `TrainStream`, with "valid" bool [micro_batch].
+    """
+    samples = len(dataset) if max_samples is None else min(len(dataset), max_samples)
+    indices = []
+    for start in range(rank * micro_batch, samples + rank * micro_batch, micro_batch * data_parallel):
+        ids = np.arange(start, start + micro_batch)
+        indices.append(Index(np.where(ids < samples, ids, -1), np.zeros(micro_batch, dtype=np.int64)))
+    fetcher = _EvaluationFetcher(dataset, 0)
+    loader = _loader(fetcher, indices, workers, (0, rank), pin_memory, start_method, timeout_s)
+    iterator = iter(loader)
+    while True:
+        with _explained(workers):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
+
+
+class _EvaluationFetcher(_Fetcher):
+    def __getitems__(self, index: Index) -> MicroBatch:
+        batch = super().__getitems__(Index(np.maximum(index.ids, 0), index.epochs))
+        valid = torch.from_numpy(index.ids >= 0)
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dtype in (torch.int16, torch.int32, torch.int64):
+            batch["labels"] = labels.masked_fill(~valid.reshape(-1, *[1] * (labels.dim() - 1)), MASKED)
+        return {**batch, "sample_id": torch.from_numpy(index.ids), "valid": valid}
+
+
+class _WorkerStart:
+    """Sets up a loader process."""
+
+    def __call__(self, worker: int) -> None:
+        # the threads of a tokenizer used by the parent do not exist in a forked child, which would wait for them
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        # Ctrl-C reaches the whole process group; the parent ends its loader processes in good order
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _identity(batch: MicroBatch) -> MicroBatch:
+    return batch
+
+
+def _loader(
+    fetcher: _Fetcher,
+    sampler: Any,
+    workers: int,
+    seed: tuple[int, int],
+    pin_memory: bool,
+    start_method: str | None,
+    timeout_s: float,
+) -> DataLoader:
+    # an own generator: the loader's base seed must not be drawn from the stream that dropout uses
+    state = np.random.SeedSequence(seed).generate_state(1, dtype=np.uint64)[0]
+    processes: dict[str, Any] = {}
+    if workers:
+        processes = {
+            "num_workers": workers,
+            "timeout": timeout_s,
+            "worker_init_fn": _WorkerStart(),
+            "multiprocessing_context": start_method,
+        }
+    return DataLoader(
+        fetcher,
+        batch_sampler=sampler,
+        collate_fn=_identity,  # type: ignore[arg-type]  # __getitems__ gives the whole micro-batch
+        generator=torch.Generator().manual_seed(int(state >> np.uint64(1))),
+        pin_memory=pin_memory,
+        **processes,
+    )
+
+
+@contextmanager
+def _explained(workers: int) -> Iterator[None]:
+    """Say what can be done when loader processes fail as such; errors of the dataset pass through."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not workers:
+            raise
+        if "Bus error" in text or "shared memory" in text or "No space left on device" in text:
+            raise LoaderError(
+                "a loader process ran out of shared memory: /dev/shm is full or too small for the batches "
+                "on their way. Enlarge it (docker: --shm-size), clear it of stale files, or lower data.workers (0 needs none)."
+            ) from error
+        if "DataLoader timed out" in text:
+            raise LoaderError(
+                f"no micro-batch from {workers} loader processes in time ({text}). The dataset hangs or is too slow; "
+                f"data.workers=0 shows where."
+            ) from error
+        if "DataLoader worker" in text:
+            raise LoaderError(f"a loader process died ({text}). data.workers=0 loads in the main process.") from error
+        raise
