@@ -1,0 +1,140 @@
+"""The three sinks of rank 0: metrics.jsonl, TensorBoard and the terminal."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from largetrain.callbacks.recorder import Row
+
+# written to the metrics file only: bookkeeping, not curves
+NOT_PLOTTED = frozenset({"step", "time", "tokens", "applied", "memory_bytes"})
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per optimizer update, and one per evaluation; not-a-number is null."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: TextIO | None = None
+
+    def start(self, step: int) -> None:
+        kept = []
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue  # the half line of a killed writer
+                if row["step"] <= step:
+                    kept.append(line)
+        replacement = self.path.with_suffix(".partial")
+        replacement.write_text("".join(line + "\n" for line in kept))
+        replacement.replace(self.path)
+        self._file = self.path.open("a")
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def write(self, rows: Sequence[Row]) -> None:
+        assert self._file is not None
+        for row in rows:
+            self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files; the writer is imported with the first row, so that it does not delay the first update."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._purge_step = 0
+        self._writer: Any = None
+
+    def start(self, step: int) -> None:
+        self._purge_step = step + 1
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def write(self, rows: Sequence[Row]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
+        for row in rows:
+            for key, value in row.items():
+                if key not in NOT_PLOTTED:
+                    name = key if "/" in key else f"train/{key}"
+                    self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
+            for rank, size in enumerate(row.get("memory_bytes", ())):
+                self._writer.add_scalar(f"memory_bytes/rank-{rank}", size, row["step"], walltime=row["time"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Terminal:
+    """A live line on a terminal, plain lines when redirected."""
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None):
+        self.total_steps = total_steps
+        self.stream = stream or sys.stdout
+        self._bar: Any = None
+
+    def start(self, step: int) -> None:
+        if self.stream.isatty():
+            self._bar = tqdm(total=self.total_steps, initial=step, file=self.stream, unit="step", dynamic_ncols=True)
+
+    def tick(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def write(self, rows: Sequence[Row]) -> None:
+        row = rows[-1]
+        if any(key.startswith("eval/") for key in row):
+            figures = "  ".join(
+                f"{key[5:]} {value:.4f}" for key, value in row.items() if key.startswith("eval/") and key != "eval/tokens"
+            )
+            self._say(f"step {row['step']}/{self.total_steps}  validation: {figures}")
+        elif self._bar is not None:
+            self._bar.set_postfix_str(_figures(row))
+        else:
+            self._say(f"step {row['step']}/{self.total_steps}  {_figures(row)}")
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _figures(row: Row) -> str:
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}", f"norm {row['grad_norm']:.2f}"]
+    if row["loss_scale"] != 1.0:
+        parts.append(f"scale {row['loss_scale']:.0f}")
+    if row["skipped"]:
+        parts.append(f"skipped {row['skipped']}")
+    parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    parts.append(f"data {row['data_wait_share']:.0%}")
+    return "  ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
