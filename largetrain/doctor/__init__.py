@@ -1,0 +1,1 @@
+"""What an environment and its machine offer: checked, prepared and reported."""

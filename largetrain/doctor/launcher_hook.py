@@ -1,0 +1,206 @@
+"""Teaches DeepSpeed's launcher `-m MODULE`, and spares its two helper processes the import of torch.
+
+`largetrain setup` copies this file into site-packages beside a one-line `.pth` file, which loads it in the processes
+of the `deepspeed` command alone. So it stands by itself: standard library only, nothing of largetrain. No file of
+DeepSpeed is changed, and `pip install -U deepspeed` changes nothing here.
+
+* `deepspeed [options] -m NAME ...` becomes `deepspeed [options] --module NAME ...`, the spelling that DeepSpeed knows.
+  Only an `-m` in the place of the script counts; what follows the script belongs to the script.
+* The `deepspeed` command imports torch and all of DeepSpeed twice (`runner`, then `launch`) before the first rank
+  starts, and needs of them a logger, a device count and the name of one environment variable. On a machine without an
+  accelerator these three are provided here, if the launcher's files are the ones that this was written for.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from types import ModuleType
+
+COMMANDS = ("deepspeed", "deepspeed.pt", "ds")
+RUNNER, LAUNCH = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
+VALUE_OPTIONS = (
+    "--hostfile --include --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank "
+    "--launcher --launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script "
+    "--log_level -H -i -e"
+).split()
+FLAGS = (
+    "--help --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid "
+    "--bind_cores_to_rank --quiet -h -q"
+).split()
+LOG_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+# sha256 over SOURCES of the DeepSpeed releases whose launcher is known to need no more than what is provided here
+SOURCES = (
+    "launcher/__init__.py",
+    "launcher/runner.py",
+    "launcher/launch.py",
+    "launcher/multinode_runner.py",
+    "launcher/constants.py",
+    "constants.py",
+    "utils/numa.py",
+    "utils/logging.py",
+    "accelerator/real_accelerator.py",
+    "accelerator/cpu_accelerator.py",
+)
+KNOWN_LAUNCHERS = {"5e794e6b47628449a65e54067927f1538751f78809f35e0ff7c9d1c11859432f": "0.19.8"}
+ACCELERATOR_DEVICES = ("nvidia", "kfd", "dri", "dxg", "accel", "davinci", "habana", "hl", "cambricon", "biren", "sdaa")
+ACCELERATOR_PACKAGES = ("torch_npu", "torch_sdaa", "habana_frameworks", "torch_mlu", "torch_supa", "torch_xmlir")
+
+
+def with_module_flag(arguments: list[str]) -> list[str]:
+    """The launcher's arguments with `-m NAME` (or `-mNAME`) in the place of the script spelt `--module NAME`.
+
+    Follows argparse: values of options are skipped, unambiguous abbreviations and `--option=value` understood; the
+    first argument that is neither an option nor a value is the script, and nothing after it is touched.
+    """
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        if argument == "--" or not argument.startswith("-"):
+            break
+        if argument == "-m":
+            return [*arguments[:index], "--module", *arguments[index + 1 :]]
+        if argument.startswith("-m"):
+            return [*arguments[:index], "--module", argument[2:], *arguments[index + 1 :]]
+        index += 2 if _takes_next(argument) else 1
+    return arguments
+
+
+def _takes_next(argument: str) -> bool:
+    """Whether argparse reads the next argument as this option's value."""
+    if argument in VALUE_OPTIONS:
+        return True
+    if argument in FLAGS or "=" in argument or not argument.startswith("--"):
+        return False
+    return any(option.startswith(argument) for option in VALUE_OPTIONS)
+
+
+def launcher_module(argv: list[str], original: list[str]) -> str | None:
+    """Which launcher module this process is about to run, or None.
+
+    Args:
+        argv: `sys.argv` while Python starts: the script's path first, or "-m".
+        original: `sys.orig_argv`, which still has the module's name.
+    """
+    if not argv:
+        return None
+    if argv[0] == "-m":
+        name = original[original.index("-m") + 1] if "-m" in original[:-1] else None
+        return name if name in (RUNNER, LAUNCH) else None
+    if os.path.basename(argv[0]) not in COMMANDS or not os.path.isfile(argv[0]):
+        return None
+    with open(argv[0], "rb") as script:  # another program may bear the same name
+        return RUNNER if RUNNER.encode() in script.read(4096) else None
+
+
+def on_cpu_only() -> bool:
+    """Whether DeepSpeed would settle for its CPU accelerator here, as far as can be told without torch."""
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen is not None or not sys.platform.startswith("linux"):
+        return chosen == "cpu"
+    if any(name.startswith(ACCELERATOR_DEVICES) for name in os.listdir("/dev")):
+        return False
+    return not any(importlib.util.find_spec(name) for name in ACCELERATOR_PACKAGES)
+
+
+def launcher_digest(package: str) -> str:
+    """sha256 of the launcher's files, and of those that this module stands in for, under DeepSpeed's folder."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        with open(os.path.join(package, name), "rb") as source:
+            digest.update(source.read())
+    return digest.hexdigest()
+
+
+class CpuDevices:
+    """What the launcher asks of an accelerator, answered as DeepSpeed's `CPU_Accelerator` answers it."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Name of the kind of device."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        """$LOCAL_SIZE, else the number of NUMA nodes that have cores of their own."""
+        count = int(os.environ.get("LOCAL_SIZE", "0"))
+        if count > 0:
+            return count
+        from deepspeed.utils.numa import get_numa_cores
+
+        last: list[int] = []
+        for cores in get_numa_cores():
+            if cores and cores != last:  # memory-only nodes have no cores, and the last one's list may be repeated
+                count, last = count + 1, cores
+        return count or 1
+
+    def export_envs(self) -> list[str]:
+        """Prefixes of the environment variables that are forwarded to other hosts."""
+        return []
+
+    def visible_devices_envs(self) -> list[str]:
+        """Environment variables that choose devices."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
+        """Write the chosen devices into the environment of the ranks."""
+        current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    handler = logging.StreamHandler(stream=sys.stdout)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger.addHandler(handler)
+    return logger
+
+
+def provide_light_modules(package: str) -> None:
+    """Fill `sys.modules` so that the launcher's own files load without DeepSpeed's package imports, hence torch.
+
+    Args:
+        package: DeepSpeed's folder; every other submodule is still found there and loaded as it is.
+    """
+
+    def add(name: str, **attributes: object) -> None:
+        module = ModuleType(name)
+        module.__path__ = [os.path.join(package, *name.split(".")[1:])]
+        module.__dict__.update(attributes)
+        sys.modules[name] = module
+
+    def set_log_level_from_string(log_level_str: str) -> None:
+        logger.setLevel(log_level_str.upper())
+        for handler in logger.handlers:
+            handler.setLevel(log_level_str.upper())
+
+    def get_numactl_cmd(*arguments: object) -> object:
+        from deepspeed.utils.numa import get_numactl_cmd as real
+
+        return real(*arguments)
+
+    logger, devices = _logger(), CpuDevices()
+    add("deepspeed")
+    add(
+        "deepspeed.utils",
+        logger=logger,
+        set_log_level_from_string=set_log_level_from_string,
+        get_numactl_cmd=get_numactl_cmd,
+    )
+    add("deepspeed.accelerator", get_accelerator=lambda: devices)
+    add("deepspeed.autotuning", Autotuner=None)  # never reached: `--autotuning` takes the full imports
+
+
+def install() -> None:
+    """Called while Python starts: prepare this process if it is one of the launcher's, else do nothing."""
+    module = launcher_module(sys.argv, sys.orig_argv)
+    if module is None:
+        return
+    if module == RUNNER:
+        sys.argv[1:] = with_module_flag(sys.argv[1:])
+    if any(argument.startswith("--auto") for argument in sys.argv) or not on_cpu_only():
+        return
+    spec = importlib.util.find_spec("deepspeed")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if folders and launcher_digest(folders[0]) in KNOWN_LAUNCHERS:
+        provide_light_modules(folders[0])
