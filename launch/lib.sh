@@ -3,6 +3,7 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
+[[ $VENV == /* ]] || VENV=$PWD/$VENV
 NEED_GB=${LARGETRAIN_NEED_GB:-9} # the CUDA build of torch with its libraries takes about 7 GB, pip's unpacking the rest
 
 fail() {
@@ -25,8 +26,9 @@ stage() {
 
 # Sets PYTHON to the first interpreter that is new enough; $PYTHON from the outside is tried alone.
 find_python() {
-    local name found=""
-    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+    local name found="" names=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    [[ -n ${PYTHON:-} ]] && names=("$PYTHON")
+    for name in "${names[@]}"; do
         command -v "$name" >/dev/null || continue
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             "$name" -c 'import ensurepip, venv' 2>/dev/null ||
