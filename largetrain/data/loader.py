@@ -284,7 +284,8 @@ def _explained(workers: int) -> Iterator[None]:
         if "Bus error" in text or "shared memory" in text or "No space left on device" in text:
             raise LoaderError(
                 "a loader process ran out of shared memory: /dev/shm is full or too small for the batches "
-                "on their way. Enlarge it (docker: --shm-size), clear it of stale files, or lower data.workers (0 needs none)."
+                "on their way. Enlarge it (docker: --shm-size), clear it of stale files, or lower data.workers "
+                "(0 needs none)."
             ) from error
         if "DataLoader timed out" in text:
             raise LoaderError(
