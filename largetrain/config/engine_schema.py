@@ -45,4 +45,10 @@ def key_places() -> dict[str, KeyPath]:
         for key in node.get("properties", {}):
             if key not in ("enabled", "type", "params"):
                 places.setdefault(key, (section, key))
+    for name in ("AdamW", "SGD"):
+        for key in engine_schema()["x-optimizers"][name]["classes"]["default"]["properties"]:
+            places.setdefault(key, ("optimizer", "params", key))
+    for node in engine_schema()["x-schedulers"].values():
+        for key in node["properties"]:
+            places.setdefault(key, ("scheduler", "params", key))
     return places

@@ -250,11 +250,8 @@ OLDER_TOP_LEVEL: dict[str, str] = {
     "max_grad_norm": "is not an engine key; write gradient_clipping.",
     "allgather_size": _GONE + "write zero_optimization.allgather_bucket_size.",
     "fp32_allreduce": _GONE + 'write "communication_data_type": "fp32".',
-    "zero_force_ddp": _GONE + "remove it.",
     "nvme_offload": "belongs under zero_optimization.offload_param or offload_optimizer.",
     "cpu_offload": 'belongs under zero_optimization: "offload_optimizer": {"device": "cpu"}.',
-    "xla_compile": _GONE + "remove it.",
-    "disable_comm_logging": _GONE + "write the section comms_logger.",
 }
 OLDER_BY_SECTION: dict[str, dict[str, str]] = {
     "fp16": {

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from largetrain.config.document import Document, dotted, nearest, shown
-from largetrain.config.engine_schema import engine_keys
+from largetrain.config.engine_schema import engine_keys, key_places
 from largetrain.config.parse_run import parse_value
-from largetrain.config.run_schema import run_schema
+from largetrain.config.run_schema import run_places, run_schema
 
 Flags = Mapping[str, tuple[str, Any]]
 
@@ -53,7 +53,8 @@ class Overrides:
             return "engine", key
         if first in run_keys:
             return "run", key
-        near = nearest(first, [*engine_keys(), *run_keys])
+        places = {**key_places(), **run_places()}
+        near = dotted(places[first]) if first in places else nearest(first, [*engine_keys(), *run_keys])
         hint = (
             f" Did you mean {near}{'.' + rest if rest else ''}?"
             if near

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from largetrain.config import engine_tables as tables
+from largetrain.config.engine_meanings import MEANINGS
 from largetrain.config.engine_schema import PATH
 from largetrain.config.engine_tables import Node
 
@@ -60,6 +61,11 @@ def build_schema() -> Node:
             properties[section]["properties"][key]["type"] = narrower["type"]
     removed = {key: _first_sentences(message) for key, message in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS.items()}
     zero["x-removed"] = {key: _first_sentences(message) for key, message in ds._REMOVED_ZERO_CONFIG_KEYS.items()}
+    for dotted_key, meaning in MEANINGS.items():
+        node: Node = {"properties": properties}
+        for key in dotted_key.split("."):
+            node = node["properties"][key]
+        node["description"] = meaning
     for section, keys in tables.OLDER_BY_SECTION.items():
         properties[section].setdefault("x-removed", {}).update(keys)
     return {
