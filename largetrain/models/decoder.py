@@ -14,13 +14,14 @@ Initial weights, as published:
 
 import math
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.models.layers import Head, LearnedPositions, Linear, TokenEmbedding
-from largetrain.models.rotary import rotary_table, rotate
+from largetrain.models.rotary import rotate
 
 STD = 0.02
 GPT_POSITIONS_STD = 0.01
@@ -55,8 +56,7 @@ class Attention(nn.Module):
         key = self.key(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
         value = self.value(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.rope_theta is not None:
-            cos, sin = rotary_table(seq_len, self.head_dim, self.rope_theta, x.device)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply both branches: x [batch, seq_len, hidden], same shape out."""
-        if self.recompute and self.training:
+        if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._branches, x, use_reentrant=False)
         return self._branches(x)
 

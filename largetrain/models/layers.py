@@ -67,10 +67,10 @@ class Head(nn.Module):
     whenever a chunk of logits is made.
     """
 
-    def __init__(self, vocab_size: int, width: int, *, std: float, chunk_tokens: int, tied: nn.Parameter | None = None):
+    def __init__(self, vocab_size: int, width: int, *, std: float, chunk_tokens: int, tied: Tensor | None = None):
         super().__init__()
         self.chunk_tokens = chunk_tokens
-        self.weight = nn.Parameter(torch.empty(vocab_size, width)) if tied is None else tied
+        self.weight: Tensor = nn.Parameter(torch.empty(vocab_size, width)) if tied is None else tied
         if tied is None:
             draw_normal_(self.weight, std)
 

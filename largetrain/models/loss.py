@@ -5,14 +5,13 @@ and the plain computation holds several fp32 copies. Here tokens go through the 
 one chunk the logits are computed again in the backward pass, so that only one chunk exists at any time; with a
 single chunk they are kept, in their own dtype, which costs no more memory and saves the second product.
 
-Considered instead: `torch.nn.functional.linear_cross_entropy` computes the gradients in the forward pass, before
-the loss scale is known, so that under fp16 small ones are lost that scaling would have kept, and torch.compile and
-retain_graph need its special cases; DeepSpeed's `chunked_cross_entropy` starts from the full logits.
+Considered instead (torch 2.14, DeepSpeed 0.19): `torch.nn.functional.linear_cross_entropy` returns the loss in the
+dtype of its input, so that a sum in bf16 keeps three digits; it also computes gradients in the forward pass, before
+the loss scale is known. DeepSpeed's `chunked_cross_entropy` is exact but starts from the full logits.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 IGNORED = -100
 """The label of a position without a target."""
@@ -99,29 +98,52 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match hidden {tuple(hidden.shape)} up to its last dim")
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):  # backward runs outside autocast, so the dtype is settled here
+    # Backward runs outside autocast, so the dtype is settled here.
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         hidden, weight = (t.to(torch.get_autocast_dtype(device_type)) for t in (hidden, weight))
     flat = hidden.reshape(-1, hidden.shape[-1])
     loss_sum = _LinearCrossEntropySum.apply(flat, weight, labels.reshape(-1), chunk_tokens)
     return loss_sum, (labels != IGNORED).sum()
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the next-token loss of given logits and count the tokens behind it.
+class _CrossEntropySum(torch.autograd.Function):
+    """Sum over tokens of the cross entropy of given logits; fp32 copies exist for one chunk at a time."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+        loss_sum = torch.zeros((), dtype=_accumulation_dtype(logits.dtype), device=logits.device)
+        for chunk, chunk_labels in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            loss_sum += _loss_sum(chunk, chunk_labels)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.save_for_backward(logits, labels)
+        return loss_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+            rows = slice(start, start + ctx.chunk_tokens)
+            grad[rows] = _grad_logits(logits[rows], labels[rows], grad_loss)
+        return grad, None, None
+
+
+def token_loss(logits: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sum the next-token loss of logits that a model returned, and count the tokens behind it.
 
     Args:
-        logits: [..., vocab], any float dtype; reduced in fp32.
+        logits: [..., vocab], any float dtype; reduced in fp32 (fp64 for fp64). Has no second derivative.
         labels: [...] int64, already shifted; -100 is masked.
+        chunk_tokens: tokens whose logits are held in fp32 at once.
 
     Returns:
-        loss_sum (0-d fp32, nats) and token_count (0-d int64). Without a target both are 0.
+        loss_sum (0-d fp32, nats) and token_count (0-d int64). Without a target both are 0, and so are the gradients.
 
     Raises:
         ValueError: the leading dims differ.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)} up to the vocabulary")
-    flat = logits.reshape(-1, logits.shape[-1])
-    dtype = _accumulation_dtype(logits.dtype)
-    loss_sum = F.cross_entropy(flat.to(dtype), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+    loss_sum = _CrossEntropySum.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), chunk_tokens)
     return loss_sum, (labels != IGNORED).sum()

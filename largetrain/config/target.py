@@ -1,0 +1,94 @@
+"""Names of the user's own classes: `package.module:Name`, looked up and checked before they are called."""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from largetrain.errors import ConfigError
+
+
+def load_target(path: str, key: str) -> Any:
+    """Import what `path` names; modules in the current directory are found too.
+
+    Args:
+        path: `package.module:Name`; the name may be dotted (`module:Outer.Inner`).
+        key: where the path was written, for messages ("model.target").
+
+    Raises:
+        ConfigError: the path is malformed, the module cannot be imported, or it has no such name.
+    """
+    module_name, colon, attributes = path.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))):
+        raise ConfigError(f"{key}: {path!r} is not of the form package.module:Name.")
+    found: Any = _import(module_name, path, key)
+    for name in attributes.split("."):
+        if not hasattr(found, name):
+            nearest = difflib.get_close_matches(name, dir(found), n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "check the spelling."
+            raise ConfigError(f"{key}: {path!r}: {module_name} ({_file_of(module_name)}) has no {name!r}; {hint}")
+        found = getattr(found, name)
+    return found
+
+
+def _import(module_name: str, path: str, key: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:  # `python -m` has it there, the console script has not
+        sys.path.insert(0, here)
+        importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            reason = f"there is no module {error.name!r} in {here} or on PYTHONPATH; start in its folder or install it."
+        else:
+            reason = f"importing {module_name} failed: {error}."
+        raise ConfigError(f"{key}: {path!r}: {reason}") from error
+    except Exception as error:  # whatever the user's file raises: report it under the key that named the file
+        raise ConfigError(
+            f"{key}: {path!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _file_of(module_name: str) -> str:
+    return getattr(sys.modules[module_name], "__file__", None) or "built in"
+
+
+def check_arguments(target: Callable[..., Any], args: Mapping[str, Any], path: str, key: str) -> None:
+    """Check keyword arguments against the signature of `target` before it is called.
+
+    So that a TypeError raised inside the user's own code is not mistaken for a wrong argument.
+
+    Args:
+        target: what `load_target` gave.
+        args: the keyword arguments.
+        path: `package.module:Name`, for messages.
+        key: the key that holds `args` ("model.args").
+
+    Raises:
+        ConfigError: one line for each unknown or missing argument, or `target` cannot be called.
+    """
+    if not callable(target):
+        raise ConfigError(f"{key}: {path!r} is of type {type(target).__name__}, not a class or function to call.")
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # some built-in callables have no signature: the call itself will tell
+        return
+    keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in keyword]
+    problems = []
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in args:
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"it takes: {', '.join(names) or 'nothing'}."
+                problems.append(f"{key}.{name}: {path!r} has no such parameter; {hint}")
+    for parameter in keyword:
+        if parameter.default is parameter.empty and parameter.name not in args:
+            problems.append(f"{key}.{parameter.name}: is missing; {path!r} requires it.")
+    if problems:
+        raise ConfigError(problems)
