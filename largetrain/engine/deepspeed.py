@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
 from largetrain.engine.optimizers import cpu_optimizer, skip_infinite_updates
+from largetrain.engine.startup import spared_compiler_imports
 from largetrain.tasks.base import Task
 
 # DeepSpeed's schedulers start at index -1; index 1 is the first one with a learning rate above warmup_min_lr
@@ -44,7 +45,7 @@ def served_config(engine_config: dict[str, Any]) -> tuple[dict[str, Any], list[s
         served.setdefault("zero_optimization", {})["stage"] = 1
         notes.append(
             "ZeRO stage 0 in half precision is run as stage 1: the same update with less memory; "
-            "DeepSpeed 0.19's stage 0 does not scale the fp16 loss and has no fp32 accumulation to skip on"
+            "DeepSpeed 0.19's stage 0 does not scale the fp16 loss nor use its hysteresis, nor stop at its floor"
         )
     if stage_of(served) == 0:
         served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
@@ -90,13 +91,14 @@ class DeepSpeedBackend:
         self.task, self.device = task, device
         self.accumulation = int(served["gradient_accumulation_steps"])
         self.data_parallel = dist.get_world_size()
-        optimizer = cpu_optimizer(served, model) if device.type == "cpu" else None
-        if optimizer is not None:
-            served.pop("optimizer")
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=model, model_parameters=parameters, optimizer=optimizer, config=served
-        )
+        with spared_compiler_imports(served):
+            optimizer = cpu_optimizer(served, parameters) if device.type == "cpu" else None
+            if optimizer is not None:
+                served.pop("optimizer")
+            self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+                model=model, model_parameters=parameters, optimizer=optimizer, config=served
+            )
         if self.stage == 0:
             clip = float(engine_config["gradient_clipping"])
             skip_infinite_updates(self.optimizer, parameters, clip)
