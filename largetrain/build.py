@@ -55,7 +55,9 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
     run = resolved.run
     assert isinstance(run.runtime.threads, int), "threads are resolved"
     torch.set_num_threads(run.runtime.threads)
-    data = build_data(resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})"))
+    data = build_data(
+        resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
+    )
     resolved = resolved.with_steps(data.info.total_steps)
     device = prepare(
         rank=world.rank,

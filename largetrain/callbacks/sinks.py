@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from largetrain.callbacks.recorder import Row
 
@@ -103,9 +103,8 @@ class Terminal:
     def write(self, rows: Sequence[Row]) -> None:
         row = rows[-1]
         if any(key.startswith("eval/") for key in row):
-            figures = "  ".join(
-                f"{key[5:]} {value:.4f}" for key, value in row.items() if key.startswith("eval/") and key != "eval/tokens"
-            )
+            shown = {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "tokens")
             self._say(f"step {row['step']}/{self.total_steps}  validation: {figures}")
         elif self._bar is not None:
             self._bar.set_postfix_str(_figures(row))

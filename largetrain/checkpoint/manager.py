@@ -51,7 +51,7 @@ class CheckpointManager:
             LargetrainError: a rank could not write; earlier checkpoints are untouched.
         """
         final = self.folder / step_folder(step)
-        if _on_rank_0(lambda: (final / MANIFEST).exists()):
+        if _on_rank_0((final / MANIFEST).exists):
             return final
         partial = self.folder / f"partial-{step_folder(step)}"
         _on_rank_0(lambda: self._clear(partial))

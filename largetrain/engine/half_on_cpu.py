@@ -57,8 +57,6 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
-
-
 def computes_natively(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies `dtype` in hardware with fp32 accumulation, so that torch's kernels are fast."""
     if dtype == torch.bfloat16:

@@ -29,7 +29,7 @@ def spared_compiler_imports(engine_config: dict[str, Any]) -> Iterator[None]:
     _leave_undecorated(torch.utils.checkpoint)
     _import_muon_uncompiled()
     disable = torch.compiler.disable
-    torch.compiler.disable = _as_it_is
+    torch.compiler.disable = _as_it_is  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def _leave_undecorated(owner: Any) -> None:
         plain = getattr(value, "__wrapped__", None)
         lazily = getattr(getattr(value, "__code__", None), "co_filename", "").endswith("_compile.py")
         if plain is not None and lazily and not hasattr(plain, "__dynamo_disable"):
-            setattr(plain, "__dynamo_disable", plain)  # noqa: B010  (a plain attribute would be name-mangled)
+            setattr(plain, "__dynamo_disable", plain)
 
 
 def _import_muon_uncompiled() -> None:

@@ -46,5 +46,3 @@ class LanguageModeling:
         if self.bytes_per_token is not None:
             figures["bits_per_byte"] = loss / math.log(2.0) / self.bytes_per_token
         return figures
-
-

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+
+NumpyState = tuple[str, np.ndarray, int, int, float]
 
 
 @dataclass
@@ -38,7 +40,7 @@ class TrainState:
 def random_state(device: torch.device) -> dict[str, Any]:
     """This rank's random generators, as tensors and plain types that torch.load(weights_only=True) reads."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = cast(NumpyState, np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
@@ -67,5 +69,3 @@ def seed_rank(seed: int, data_parallel_rank: int) -> None:
     torch.manual_seed(first)
     np.random.seed(second)
     random.seed(third)
-
-
