@@ -26,7 +26,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch.utils.cpp_extension", "deepspeed", "numpy", "pytest"]
+PRELOAD = [  # with what deepspeed.initialize and torch.optim import when they are first used (3 s per rank)
+    *("numpy", "pytest", "torch", "torch.distributed", "torch.utils.cpp_extension", "torch.onnx"),
+    *("torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 SHM = Path("/dev/shm")
@@ -139,7 +142,8 @@ def run_ranks(
         _raise_failure(job, failed, ended_at)
         if leaked:
             raise RankFailed(f"left behind in {SHM}: {', '.join(leaked)}\n{job.output()}")
-        sys.stdout.write(job.output())  # pytest shows it when the test fails later
+        if "PYTEST_CURRENT_TEST" in os.environ:
+            sys.stdout.write(job.output())  # shown when the test fails later
         return [rank.report[1] for rank in job.ranks if rank.report]
 
 

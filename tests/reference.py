@@ -9,6 +9,7 @@ hysteresis is counted) are named as such where they stand.
 Run it inside a rank (`run_ranks(train_reference, 1, ...)`) when it is to use the same number of threads as the rest.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,14 +128,14 @@ def train_reference(
             -100 is masked.
         lrs: learning rates of the applied updates: the schedule does not advance over skipped ones.
         optimizer: AdamW with torch's defaults and no weight decay when absent.
-        precision: dtype of the model's weights, activations and gradients; master weights and optimizer state are
-            fp32 always.
+        precision: dtype of the model's weights, activations and gradients. Master weights and optimizer state are
+            fp32 always; the masters start from the initial weights rounded to this dtype, as DeepSpeed's do.
         pieces: the global batch is cut into so many consecutive equal parts (micro-batches x accumulation x ranks),
             whose gradients are added up. The result depends on it by rounding only.
         clip: largest global norm of the gradients; 0 turns clipping off.
         grad_dtype: dtype in which the gradients of the pieces are added; absent: the model's, which is DeepSpeed's
             default at every stage (`data_types.grad_accum_dtype` unset).
-        loss_scale: fp16 only; a fresh `LossScale()` when absent.
+        loss_scale: fp16 only, left as it is; `LossScale()` when absent.
         loss_factors: update index -> factor on its loss; `inf` makes an overflow.
 
     Raises:
@@ -143,10 +144,10 @@ def train_reference(
     """
     dtype = DTYPES[precision]
     model = model_factory()
-    masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     model.to(dtype)
+    masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     steps = (optimizer or Optimizer()).build(list(masters.values()))
-    scale = (loss_scale or LossScale()) if precision == "fp16" else LossScale(static=1.0)
+    scale = copy.copy(loss_scale or LossScale()) if precision == "fp16" else LossScale(static=1.0)
     run = ReferenceRun(initial={name: master.clone() for name, master in masters.items()})
     applied = 0
     for index, (input_ids, labels) in enumerate(batches):

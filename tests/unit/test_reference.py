@@ -54,6 +54,11 @@ def reference(factory=ToyLanguageModel, updates=3, lrs=None, optimizer=None, bat
     return run_ranks(reference_in_rank, 1, factory, batches, lrs or [0.1] * len(batches), optimizer, options)[0]
 
 
+def shifted(run, other):
+    """Where `run` would have ended had it started from `other`'s initial weights, which half precision rounds."""
+    return {name: weight - run.initial[name] + other.initial[name] for name, weight in run.weights.items()}
+
+
 @pytest.fixture(scope="module")
 def bigram_batch():
     return toy_batches(1, 4, vocab=5)
@@ -109,7 +114,7 @@ def test_half_follows_fp32_within_its_epsilon(precision):
     options = {"optimizer": SGD, "pieces": 3, "loss_scale": LossScale(initial_power=8)}
     full, half = (reference(precision=name, **options) for name in ("fp32", precision))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert 0 < movement_error(half.weights, full.weights, full.initial) < 8 * torch.finfo(dtype).eps
+    assert 0 < movement_error(shifted(half, full), full.weights, full.initial) < 8 * torch.finfo(dtype).eps
     assert half.weights["head.weight"].dtype == torch.float32
     assert half.losses != full.losses
     torch.testing.assert_close(torch.tensor(half.losses), torch.tensor(full.losses), **tolerance_for(dtype, 3))
@@ -126,7 +131,7 @@ def test_accumulation_in_fp32_is_closer_than_in_bf16():
     full = reference(optimizer=SGD, updates=1)
     errors = {
         dtype: movement_error(
-            reference(optimizer=SGD, updates=1, precision="bf16", pieces=12, grad_dtype=dtype).weights,
+            shifted(reference(optimizer=SGD, updates=1, precision="bf16", pieces=12, grad_dtype=dtype), full),
             full.weights,
             full.initial,
         )
@@ -184,6 +189,31 @@ def test_scale_grows_after_the_window():
     assert clean == [16, 16, 32, 32, 64, 64]
     broken = scales_after(LossScale(4, window=2, hysteresis=1), [False, True, False, False, False, False])
     assert broken == [16, 8, 8, 8, 16, 16]
+
+
+def deepspeed_scales(power, options, overflows):
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    loss_scaler.dist = SimpleNamespace(get_rank=lambda: 0)  # it asks only to decide who logs
+    scaler = loss_scaler.DynamicLossScaler(2.0**power, min_scale=1, **options)
+    values = []
+    for overflow in overflows:
+        scaler.update_scale(overflow)
+        values.append(scaler.cur_scale)
+    return values
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_scale_is_counted_as_deepspeed_counts_it(hysteresis, consecutive):
+    generator = torch.Generator().manual_seed(hysteresis)
+    overflows = (torch.rand(300, generator=generator) < 0.15).tolist()
+    options = {"scale_window": 3, "delayed_shift": hysteresis, "consecutive_hysteresis": consecutive}
+    expected = run_ranks(deepspeed_scales, 1, 40, options, overflows)[0]
+    assert min(expected) > 1 and len(set(expected)) > 5
+    assert scales_after(LossScale(40, 3, hysteresis, consecutive), overflows) == expected
 
 
 def test_floor_ends_the_run():
