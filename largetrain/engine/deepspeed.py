@@ -103,7 +103,7 @@ class DeepSpeedBackend:
             clip = float(engine_config["gradient_clipping"])
             skip_infinite_updates(self.optimizer, parameters, clip)
         self._arithmetic = self._half_arithmetic()
-        self._dynamic_scaler = self._tame_loss_scaler()
+        self._scale_is_dynamic = self._defer_loss_scale()
         if self.scheduler is not None:
             while self.scheduler.last_batch_iteration < FIRST_UPDATE_INDEX:
                 self.scheduler.step()
@@ -118,13 +118,18 @@ class DeepSpeedBackend:
         )
         return HalfProductsInFp32
 
-    def _tame_loss_scaler(self) -> Any:
-        """Have a dynamic scaler stay at its floor instead of raising a bare Exception; the guard stops the run."""
+    def _defer_loss_scale(self) -> bool:
+        """Move the loss scale after each update instead of within it, and keep it at its floor without an exception.
+
+        DeepSpeed 0.19 grows the scale between computing the gradients and dividing them by it, which halves the
+        gradient of every update at which it grows. At the floor it raises a bare Exception; here the guard stops.
+        """
         scaler = getattr(self.optimizer, "loss_scaler", None)
         if self.dtype != torch.float16 or not getattr(scaler, "dynamic", False):
-            return None
+            return False
         scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
-        return scaler
+        self.optimizer._update_scale = lambda has_overflow: None  # not on the scaler: DeepSpeed pickles that
+        return True
 
     @property
     def lr(self) -> float:
@@ -148,7 +153,6 @@ class DeepSpeedBackend:
         tokens = int(totals)
         factor = self.accumulation * self.data_parallel / max(tokens, 1)
         lr, scale = self.lr, self.loss_scale
-        at_floor = self._dynamic_scaler is not None and scale <= self._dynamic_scaler.min_scale
         losses: list[Tensor] = []
         for batch in batches:
             with self._arithmetic():
@@ -161,6 +165,10 @@ class DeepSpeedBackend:
         loss = torch.stack(losses).sum()
         dist.all_reduce(loss)
         applied = bool(self.engine.was_step_applied())
+        exhausted = False
+        if self._scale_is_dynamic:
+            exhausted = not applied and scale <= self.optimizer.loss_scaler.min_scale
+            self.optimizer.loss_scaler.update_scale(not applied)
         return StepResult(
             loss=loss / max(tokens, 1),
             lr=lr,
@@ -168,7 +176,7 @@ class DeepSpeedBackend:
             loss_scale=scale,
             applied=applied,
             tokens=tokens,
-            scale_exhausted=at_floor and not applied,
+            scale_exhausted=exhausted,
             local_losses=tuple(losses),
             sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
         )
