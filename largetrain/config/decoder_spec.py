@@ -107,7 +107,7 @@ def _llama(
 # `published_vocab` is what the published count includes. It sizes no model: vocab_size `auto` is the tokenizer's,
 # so that a preset cannot silently train rows that no token reaches, or miss tokens.
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": _llama(4, 192, 6, 6, 512, 256, 257, 1e4),
+    "demo": _llama(4, 192, 3, 3, 512, 256, 257, 1e4),
     # Radford et al. 2019, table 2, with the sizes of the released weights.
     "gpt2": _gpt(12, 768, 12, 1024),
     "gpt2-medium": _gpt(24, 1024, 16, 1024),
