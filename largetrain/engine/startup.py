@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from largetrain.engine.half_on_cpu import HalfProductsInFp32
+
 
 @contextmanager
 def spared_compiler_imports(engine_config: dict[str, Any]) -> Iterator[None]:
@@ -27,6 +29,7 @@ def spared_compiler_imports(engine_config: dict[str, Any]) -> Iterator[None]:
     _leave_undecorated(torch.optim.Optimizer)
     _leave_undecorated(PartitionedParameterCoordinator)
     _leave_undecorated(torch.utils.checkpoint)
+    _leave_undecorated(HalfProductsInFp32)
     _import_muon_uncompiled()
     disable = torch.compiler.disable
     torch.compiler.disable = _as_it_is  # type: ignore[assignment]
