@@ -1,20 +1,16 @@
 """From a resolved run to its datasets and their order."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from largetrain.config.resolved import Resolved
 from largetrain.config.target import check_arguments, load_target
 from largetrain.data.order import SampleOrder
 from largetrain.data.text import prepare
 from largetrain.data.tokenize import Progress
 from largetrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from largetrain.config.resolved import Resolved
-
-DEFAULT_STEPS = 300
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class DataBundle:
     info: DataInfo
 
 
-def build_data(resolved: "Resolved", *, is_writer: bool = True, progress: Progress | None = None) -> DataBundle:
+def build_data(resolved: Resolved, *, is_writer: bool = True, progress: Progress | None = None) -> DataBundle:
     """Prepare and open the data of a run.
 
     Args:
@@ -76,7 +72,7 @@ def build_data(resolved: "Resolved", *, is_writer: bool = True, progress: Progre
     return DataBundle(train, validation, order, DataInfo(fingerprint, bytes_per_token, steps, (*report, *length)))
 
 
-def _check_global_batch(resolved: "Resolved", train: Any) -> None:
+def _check_global_batch(resolved: Resolved, train: Any) -> None:
     batch = resolved.batch
     if len(train) >= batch.global_batch:
         return
@@ -93,12 +89,12 @@ def _check_global_batch(resolved: "Resolved", train: Any) -> None:
     )
 
 
-def _total_steps(resolved: "Resolved", order: SampleOrder) -> tuple[int, tuple[str, ...]]:
-    run = resolved.run
-    if run.epochs is None:
-        steps = run.steps or resolved.total_steps or DEFAULT_STEPS
+def _total_steps(resolved: Resolved, order: SampleOrder) -> tuple[int, tuple[str, ...]]:
+    run, steps = resolved.run, resolved.total_steps
+    if steps is not None:
         passes = steps * order.global_batch / order.samples
         return steps, (f"{steps} updates of {order.global_batch} samples: {passes:.2f} epochs",)
+    assert run.epochs is not None
     steps, dropped = order.steps_for(run.epochs), order.dropped_for(run.epochs)
     if steps == 0:
         raise ConfigError(
@@ -109,7 +105,7 @@ def _total_steps(resolved: "Resolved", order: SampleOrder) -> tuple[int, tuple[s
     return steps, (f"{run.epochs:g} epochs: {steps} updates of {order.global_batch} samples{rest}",)
 
 
-def _target_split(resolved: "Resolved", split: str) -> Any | None:
+def _target_split(resolved: Resolved, split: str) -> Any | None:
     """Build the user's dataset of one split; a validation split may be None."""
     data = resolved.run.data
     name = f"data.target={data.target}"

@@ -10,18 +10,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from largetrain.config.batch import Batch
 from largetrain.data.order import SampleOrder
 from largetrain.errors import LargetrainError
-
-if TYPE_CHECKING:
-    from largetrain.config.resolved import Batch
 
 MASKED = -100
 ORDER_BLOCK = 1024
@@ -95,7 +93,7 @@ def _random_numbers_of(*key: int) -> Iterator[None]:
 class _TrainSampler:
     """Yields the Index of each micro-batch of one rank; orders are computed for many micro-batches at once."""
 
-    def __init__(self, order: SampleOrder, batch: "Batch", rank: int, consumed_samples: int, updates: int | None):
+    def __init__(self, order: SampleOrder, batch: Batch, rank: int, consumed_samples: int, updates: int | None):
         self.order, self.batch, self.rank = order, batch, rank
         self.consumed_samples, self.updates = consumed_samples, updates
 
@@ -141,7 +139,7 @@ class TrainStream:
         self,
         dataset: Any,
         order: SampleOrder,
-        batch: "Batch",
+        batch: Batch,
         rank: int,
         consumed_samples: int = 0,
         workers: int = 0,
@@ -171,12 +169,16 @@ class TrainStream:
                 self._iterator = iter(self._loader)
             with _explained(self._workers):
                 return next(self._iterator)
+        except Exception:
+            self.close()
+            raise
         finally:
             self.wait_s += time.perf_counter() - started
 
     def close(self) -> None:
-        """End the loader processes; the stream cannot be used afterwards."""
-        self._iterator = iter(())
+        """End the loader processes; the stream gives nothing afterwards."""
+        iterator, self._iterator = self._iterator, iter(())
+        _end_processes(iterator)
 
 
 def evaluation_batches(
@@ -211,12 +213,15 @@ def evaluation_batches(
     fetcher = _EvaluationFetcher(dataset, 0)
     loader = _loader(fetcher, indices, workers, (0, rank), pin_memory, start_method, timeout_s)
     iterator = iter(loader)
-    while True:
-        with _explained(workers):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
+    try:
+        while True:
+            with _explained(workers):
+                batch = next(iterator, None)
+            if batch is None:
+                return
+            yield batch
+    finally:
+        _end_processes(iterator)
 
 
 class _EvaluationFetcher(_Fetcher):
@@ -237,6 +242,12 @@ class _WorkerStart:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         # Ctrl-C reaches the whole process group; the parent ends its loader processes in good order
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end_processes(iterator: Any) -> None:
+    """End loader processes now: left to the garbage collector, torch may wait 5 s for each, its queues being gone."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def _identity(batch: MicroBatch) -> MicroBatch:
@@ -278,9 +289,10 @@ def _explained(workers: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
         if not workers:
             raise
+        # torch keeps the signal that ended a process in the cause
+        text = str(error) + (f": {error.__cause__}" if error.__cause__ else "")
         if "Bus error" in text or "shared memory" in text or "No space left on device" in text:
             raise LoaderError(
                 "a loader process ran out of shared memory: /dev/shm is full or too small for the batches "

@@ -8,15 +8,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from largetrain.config.vocab import BYTE_VOCAB, vocab_size_of
 from largetrain.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
 
 KEY = "data.tokenizer"
-BYTES_VOCAB = 257
 EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end▁of▁sentence|>", "<|im_end|>",
     "<end_of_text>", "[SEP]",
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, and 256 for the end of a text."""
 
-    vocab_size = BYTES_VOCAB
+    vocab_size = BYTE_VOCAB
     eos_id = 256
     name = "bytes"
     fingerprint = "bytes 1"
@@ -79,7 +79,8 @@ class FileTokenizer:
 
     def __init__(self, path: str):
         self.name = path
-        content, parsed = _read_json(path)
+        self.vocab_size = vocab_size_of(path)
+        content = Path(path).read_bytes()
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
@@ -93,7 +94,6 @@ class FileTokenizer:
             raise ConfigError(f"{KEY}: {path} is not a usable tokenizer.json: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocab_size = _vocab_size(parsed, path)
         self.eos_id = _find_eos(self._backend.get_vocab(with_added_tokens=True), path)
         self.fingerprint = f"tokenizer.json {hashlib.sha256(content).hexdigest()} eos {self.eos_id}"
 
@@ -119,12 +119,12 @@ class FileTokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names: `bytes`, or the path of a tokenizer.json (or its folder).
+    """Return the tokenizer that `data.tokenizer` names: `bytes`, or the path of a tokenizer.json.
 
     Raises:
         ConfigError: see `FileTokenizer`.
     """
-    return ByteTokenizer() if spec == "bytes" else FileTokenizer(_resolve(spec))
+    return ByteTokenizer() if spec == "bytes" else FileTokenizer(spec)
 
 
 def tokenizer_vocab_size(spec: str) -> int:
@@ -133,42 +133,7 @@ def tokenizer_vocab_size(spec: str) -> int:
     Raises:
         ConfigError: the file is missing or is no tokenizer.json.
     """
-    if spec == "bytes":
-        return BYTES_VOCAB
-    path = _resolve(spec)
-    return _vocab_size(_read_json(path)[1], path)
-
-
-def _resolve(spec: str) -> str:
-    path = Path(spec).expanduser()
-    return str(path / "tokenizer.json") if path.is_dir() else str(path)
-
-
-def _read_json(path: str) -> tuple[bytes, dict[str, Any]]:
-    hint = f"Give `bytes`, or the path of a Hugging Face tokenizer.json ({KEY}={path})."
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{KEY}: cannot read {path}: {error.strerror}. {hint}") from error
-    try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{KEY}: {path} is not valid JSON: {error}. {hint}") from error
-    if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
-        raise ConfigError(f"{KEY}: {path} has no `model` section, so it is not a tokenizer.json. {hint}")
-    return content, parsed
-
-
-def _vocab_size(parsed: dict[str, Any], path: str) -> int:
-    vocab = parsed["model"].get("vocab")
-    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else []
-    if isinstance(vocab, list):  # Unigram: the id is the place in the list
-        ids = list(range(len(vocab)))
-    added = parsed.get("added_tokens") or []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    if not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise ConfigError(f"{KEY}: {path} has no usable vocabulary (model.vocab and added_tokens with ids).")
-    return max(ids) + 1
+    return vocab_size_of(spec)
 
 
 def _find_eos(vocab: dict[str, int], path: str) -> int:

@@ -4,29 +4,18 @@ import os
 import random
 import signal
 import time
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from largetrain.config.batch import Batch
 from largetrain.config.schema import RunConfig
 
 
-@dataclass(frozen=True)
-class Batch:
-    world_size: int
-    data_parallel: int
-    micro_batch: int
-    gradient_accumulation_steps: int
-    global_batch: int
-
-
 def batch_of(data_parallel=1, micro_batch=1, accumulation=1):
-    return Batch(
-        data_parallel, data_parallel, micro_batch, accumulation, data_parallel * micro_batch * accumulation
-    )
+    return Batch(data_parallel, data_parallel, micro_batch, accumulation, data_parallel * micro_batch * accumulation)
 
 
 def run_of(tmp_path, **data):
@@ -40,7 +29,7 @@ def resolved_of(run, batch=None, seq_len=16, vocab_size=257, decoder=True):
         run=run,
         batch=batch or batch_of(),
         decoder=SimpleNamespace(seq_len=seq_len, vocab_size=vocab_size) if decoder else None,
-        total_steps=run.steps,
+        total_steps=run.steps or (None if run.epochs else 300),
     )
 
 

@@ -94,11 +94,11 @@ def test_an_update_has_the_same_samples_for_every_way_of_sharing_it_out():
     whole = order.ids(12 * 9, 12)[0].tolist()
     for data_parallel, micro, accumulation in [(1, 12, 1), (1, 3, 4), (2, 3, 2), (3, 4, 1), (4, 1, 3), (12, 1, 1)]:
         shared = [
-            order.rank_ids(9, step, micro, data_parallel, rank)[0].tolist()
+            order.rank_ids(9, step, micro, data_parallel, rank)[0]
             for step in range(accumulation)
             for rank in range(data_parallel)
         ]
-        assert sum(shared, []) == whole
+        assert np.concatenate(shared).tolist() == whole
 
 
 @settings(max_examples=80, deadline=None)

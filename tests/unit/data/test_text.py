@@ -1,6 +1,7 @@
 """From files to samples: the split, the cache, and refusals (cases 23, 24 and 26)."""
 
 import errno
+import itertools
 import json
 import pickle
 import shutil
@@ -20,7 +21,9 @@ from tests.unit.data.helpers import make_tokenizer, run_of
 
 def write_documents(path, count, size=200, start=0):
     path.write_text(
-        "".join(json.dumps({"text": f"document {i:05d} " + "ab cd\n" * (size // 6)}) + "\n" for i in range(start, count))
+        "".join(
+            json.dumps({"text": f"document {i:05d} " + "ab cd\n" * (size // 6)}) + "\n" for i in range(start, count)
+        )
     )
     return str(path)
 
@@ -29,7 +32,7 @@ def texts_of(dataset):
     """The documents of a split, read back from its token file."""
     tokens = np.fromfile(dataset.folder / f"{dataset.name}.bin", dtype=dataset.split.dtype)
     offsets = read_offsets(dataset.folder, dataset.name, dataset.split)
-    documents = [tokens[low:high].tolist() for low, high in zip(offsets[:-1], offsets[1:], strict=True)]
+    documents = [tokens[low:high].tolist() for low, high in itertools.pairwise(offsets)]
     assert all(ids[-1] == 256 and 256 not in ids[:-1] for ids in documents)
     return [bytes(ids[:-1]).decode() for ids in documents]
 
@@ -163,7 +166,9 @@ def test_a_split_shorter_than_one_sample_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data.source: the train split has 10 tokens, but one sample needs 17 "):
         prepare(run_of(tmp_path, source=str(tmp_path / "a.txt")), 16, 257)
     (tmp_path / "a.txt").write_text("x" * 100)
-    with pytest.raises(ConfigError, match=r"the validation split has 2 tokens, .* needs 17 .*raise data.validation_fra"):
+    with pytest.raises(
+        ConfigError, match=r"the validation split has 2 tokens, .* needs 17 .*raise data.validation_fra"
+    ):
         prepare(run_of(tmp_path, source=str(tmp_path / "a.txt"), validation_fraction=0.01), 16, 257)
     (tmp_path / "v.txt").write_text("short")
     with pytest.raises(ConfigError, match=r"data.validation: the validation split has 6 tokens, .* needs 17"):
@@ -275,7 +280,7 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
     def progress(share, line):
         path.write_text("three\n" * 100)
 
-    with pytest.raises(ConfigError, match="data.source: a file changed while it was read"):
+    with pytest.raises(ConfigError, match=r"data.source: a file changed while it was read"):
         prepare(run_of(tmp_path, source=str(path)), 16, 257, progress=progress)
 
 

@@ -51,7 +51,6 @@ def test_a_tokenizer_file_agrees_with_its_library(tmp_path):
     ]
     assert tokenizer.vocab_size == tokenizer_vocab_size(str(path)) == max(reference.get_vocab().values()) + 1
     assert tokenizer.eos_id == reference.token_to_id("<|endoftext|>")
-    assert load_tokenizer(str(tmp_path)).fingerprint == tokenizer.fingerprint
 
 
 def test_special_tokens_padding_and_truncation_of_the_file_are_off(tmp_path):
@@ -104,25 +103,25 @@ def test_no_end_of_text_token_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "cannot read"),
-        (b"", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        (b"[]", "no `model` section"),
-        (b'{"model": {}}', "not a usable tokenizer.json|no usable vocabulary"),
-        (b'{"model": {"type": "BPE", "vocab": {"a": "x"}, "merges": []}}', "not a usable tokenizer.json|no usable voc"),
+        (None, "no such file"),
+        (b"", "cannot be read as a tokenizer.json"),
+        (b"\xff\xfe", "cannot be read as a tokenizer.json"),
+        (b"[]", "holds no vocabulary"),
+        (b'{"model": {}}', "holds no vocabulary"),
+        (b'{"model": {"type": "BPE", "vocab": {"a": 0}}}', "is not a usable tokenizer.json"),
     ],
 )
 def test_broken_files_are_told(tmp_path, content, told):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"data.tokenizer: .*{path}.*({told})|data.tokenizer: ({told}) {path}"):
+    with pytest.raises(ConfigError, match=f"data.tokenizer: {path}.*{told}"):
         load_tokenizer(str(path))
 
 
 def test_a_missing_library_is_told(tmp_path, monkeypatch):
     make_tokenizer(tmp_path / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="needs the package `tokenizers`.*pip install tokenizers"):
+    with pytest.raises(ConfigError, match=r"needs the package `tokenizers`.*pip install tokenizers"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert tokenizer_vocab_size(str(tmp_path / "tokenizer.json")) > 256
