@@ -76,7 +76,7 @@ def open_or_build(root: Path, key: str, load: Callable[[Path], T], build: Callab
             return load(entry)
         except DamagedError:
             pass  # told below, by the process that rebuilds it
-    with _writing(root):
+    with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key}.lock", notice):
             if entry.is_dir():
@@ -110,14 +110,17 @@ def _discard(entry: Path) -> None:
 
 
 @contextmanager
-def _writing(root: Path) -> Iterator[None]:
+def writing(root: Path) -> Iterator[None]:
+    """Turn failures to write below the cache folder into the user's error, naming the folder and the way out."""
     try:
         yield
     except OSError as error:
-        hint = f"Set {KEY} (or XDG_CACHE_HOME) to a folder that can be written."
+        hint = f"set {KEY} (or XDG_CACHE_HOME) to a folder that can be written."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(f"{KEY}: no space left for tokenized data in {root}. Free some, or: {hint}") from error
-        raise ConfigError(f"{KEY}: cannot write {error.filename or root}: {error.strerror or error}. {hint}") from error
+            raise ConfigError(f"{KEY}: no space left for tokenized data in {root}. Free some, or {hint}") from error
+        raise ConfigError(
+            f"{KEY}: cannot write {error.filename or root}: {error.strerror or error}. Instead, {hint}"
+        ) from error
 
 
 @contextmanager

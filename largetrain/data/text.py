@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from largetrain.config.schema import RunConfig
-from largetrain.data.cache import cache_root, open_or_build, read_manifest, write_manifest
-from largetrain.data.corpora import Source, digest, find_sources
+from largetrain.data.cache import cache_root, open_or_build, read_manifest, write_manifest, writing
+from largetrain.data.corpora import Source, find_sources
+from largetrain.data.digests import remembered_digest
 from largetrain.data.store import DamagedError, Split, map_tokens, verify
 from largetrain.data.tokenize import SPLITS, Progress, write_splits
 from largetrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -123,8 +124,9 @@ def prepare(
     validation = find_sources(data.validation, "data.validation") if data.validation is not None else None
     _check_apart(sources, validation)
     skip_bad = data.on_bad_input == "skip"
-    key = _key(tokenizer, sources, validation, data.text_key, skip_bad, data.validation_fraction)
     root = cache_root(data.cache)
+    with writing(root):
+        key = _key(root, tokenizer, sources, validation, data.text_key, skip_bad, data.validation_fraction)
 
     def build(folder: Path) -> None:
         manifest = write_splits(
@@ -148,6 +150,7 @@ def prepare(
 
 
 def _key(
+    root: Path,
     tokenizer: Tokenizer,
     sources: Sequence[Source],
     validation: Sequence[Source] | None,
@@ -157,8 +160,8 @@ def _key(
 ) -> str:
     """Name the cache entry by everything that decides the tokens, and by content rather than by path."""
     parts = [str(FORMAT), tokenizer.fingerprint, text_key, str(skip_bad), repr(fraction) if validation is None else ""]
-    parts += [digest(source) for source in sources]
-    parts += ["validation", *map(digest, validation)] if validation else []
+    parts += [remembered_digest(source, root) for source in sources]
+    parts += ["validation", *(remembered_digest(source, root) for source in validation)] if validation else []
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -260,7 +260,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch, code):
 def test_a_cache_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("one two\n" * 100)
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ConfigError, match=r"data.cache: cannot write .*cache.*Set data.cache"):
+    with pytest.raises(ConfigError, match=r"data.cache: cannot write .*cache.*set data.cache"):
         prepare(run_of(tmp_path, source=str(tmp_path / "a.txt")), 16, 257)
 
 
