@@ -58,7 +58,7 @@ need_disk() {
 
 # What an environment was installed from: another answer means that pip has to run again.
 fingerprint() {
-    { echo "$1"; cat "$ROOT/setup.cfg" "$ROOT/pyproject.toml"; echo "$ROOT"; } | cksum
+    printf '%s\n' "$1" "$ROOT" "$(<"$ROOT/setup.cfg")" | cksum
 }
 
 # make_venv EXTRAS ("" or "[dev]"): $VENV holds a complete installation of this checkout afterwards.

@@ -192,13 +192,16 @@ def provide_light_modules(package: str) -> None:
 
 
 def install() -> None:
-    """Called while Python starts: prepare this process if it is one of the launcher's, else do nothing."""
+    """Called while Python starts: prepare this process if it is one of the launcher's, else do nothing.
+
+    In a virtual environment Python reads the `.pth` files twice, so a second call must find nothing left to do.
+    """
     module = launcher_module(sys.argv, sys.orig_argv)
     if module is None:
         return
     if module == RUNNER:
         sys.argv[1:] = with_module_flag(sys.argv[1:])
-    if any(argument.startswith("--auto") for argument in sys.argv) or not on_cpu_only():
+    if "deepspeed" in sys.modules or any(argument.startswith("--auto") for argument in sys.argv) or not on_cpu_only():
         return
     spec = importlib.util.find_spec("deepspeed")
     folders = list(spec.submodule_search_locations or ()) if spec else []

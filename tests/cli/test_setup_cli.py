@@ -29,7 +29,7 @@ def environment(tmp_path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     packages = Path(importlib.util.find_spec("deepspeed").origin).parents[1]
-    (site / "packages_of_the_tests.pth").write_text(f"{packages}\n{ROOT}\n")
+    (site / "a_packages_of_the_tests.pth").write_text(f"{packages}\n{ROOT}\n")
     command = folder / "bin" / "deepspeed"
     command.write_text(f"#!{folder}/bin/python\nfrom deepspeed.launcher.runner import main\nmain()\n")
     command.chmod(0o755)
@@ -42,7 +42,7 @@ def run(environment: Path, *command: str, **extra: str) -> subprocess.CompletedP
     return subprocess.run(
         [str(environment / "bin" / command[0]), *command[1:]],
         cwd=environment.parent,
-        env=os.environ | {"MASTER_PORT": "0"} | extra,
+        env=os.environ | extra,
         capture_output=True,
         text=True,
         timeout=300,
@@ -66,7 +66,7 @@ def test_deepspeed_learns_m_and_forgets_it_again(environment):
     assert "already there" in run_setup(environment, "--ops", "none").stdout
 
     trained = run(environment, *line)
-    assert trained.returncode == 0, trained.stderr
+    assert trained.returncode == 0 and "Error processing" not in trained.stderr, trained.stderr
     for rank in (0, 1):
         assert f"rank {rank} ['--local_rank={rank}', '--steps', '1', '-m', 'kept']" in trained.stdout
     assert run(environment, *line, RANK_EXIT="3").returncode == 3

@@ -146,3 +146,19 @@ def test_the_autotuner_gets_the_full_imports(monkeypatch, tmp_path, option):
     monkeypatch.setattr(sys, "argv", [str(script), option, "train.py"])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     hook.install()
+
+
+def test_a_second_call_finds_nothing_left_to_do(tmp_path):
+    """Python reads `.pth` files twice in a virtual environment."""
+    script = tmp_path / "deepspeed"
+    script.write_text(f"from {hook.RUNNER} import main\n")
+    program = (
+        "import sys; from largetrain.doctor import launcher_hook as hook;"
+        f"sys.argv = [{str(script)!r}, '-m', 'a', '-m', 'b']; hook.install(); first = sys.modules['deepspeed'];"
+        "hook.install(); print(sys.argv[1:], first is sys.modules['deepspeed'])"
+    )
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("['--module', 'a', '-m', 'b'] True\n", "")
