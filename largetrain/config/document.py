@@ -9,10 +9,15 @@ from typing import Any
 KeyPath = tuple[str | int, ...]
 
 
+def one_line(text: str) -> str:
+    """Text from a file as part of a message: line ends and other control characters are escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def dotted(path: KeyPath) -> str:
     """`("optimizer", "params", "betas", 1)` as people read it: `optimizer.params.betas[1]`."""
     text = ""
-    for part in path:
+    for part in (part if isinstance(part, int) else one_line(str(part)) for part in path):
         text += f"[{part}]" if isinstance(part, int) else (f".{part}" if text else str(part))
     return text
 
@@ -20,9 +25,9 @@ def dotted(path: KeyPath) -> str:
 def shown(value: Any) -> str:
     """A value as it would stand in the file, shortened to one line."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = one_line(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError):
-        text = repr(value)
+        text = one_line(repr(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 

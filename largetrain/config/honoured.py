@@ -86,6 +86,8 @@ def _is_default(value: Any, node: dict[str, Any]) -> bool:
     if isinstance(value, dict):
         if value.get("enabled") is False:
             return True
+        if "null" in node.get("type", ()):
+            return False  # absent is the default: a section that is there switches something on
         properties = node.get("properties", {})
         return all(_is_default(below, properties.get(key, {})) for key, below in value.items())
     if isinstance(value, str) and isinstance(node.get("default"), str):

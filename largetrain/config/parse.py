@@ -42,7 +42,7 @@ def read_text(path: str) -> str:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_neighbour(path)}.") from None
+        raise ConfigError(f"{path}: no such file{_neighbour(path)}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path!r}: cannot be read: {_reason(error)}.") from None
     if len(content) > MAX_BYTES:
@@ -77,6 +77,6 @@ def _reason(error: Exception) -> str:
 def _neighbour(path: str) -> str:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
-        return f" (the folder {folder} does not exist)"
+        return f" (the folder {folder} does not exist)."
     found = nearest(os.path.basename(path), os.listdir(folder))
-    return f"; did you mean {os.path.join(os.path.dirname(path), found)}?" if found else ""
+    return f"; did you mean {os.path.join(os.path.dirname(path), found)}?" if found else "."

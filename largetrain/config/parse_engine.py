@@ -11,7 +11,7 @@ from typing import Any
 from hjson.decoder import HjsonDecoder, getNext, make_scanner, scanKeyName, scantfnns
 from hjson.scanner import HjsonDecodeError, linecol
 
-from largetrain.config.document import Document, KeyPath, dotted
+from largetrain.config.document import Document, KeyPath, dotted, one_line
 from largetrain.errors import ConfigError
 
 QUOTELESS_TEXT = re.compile(r"[A-Za-z_./~$][\w ./~:+$-]*")
@@ -126,7 +126,7 @@ def _quoteless(value: str) -> str:
 
 
 def _plain(error: HjsonDecodeError) -> str:
-    message = error.msg.replace("%r", repr(error.doc[error.pos : error.pos + 1])).rstrip(".; ")
+    message = one_line(error.msg.replace("%r", repr(error.doc[error.pos : error.pos + 1]))).rstrip(".; ")
     return message if message.endswith("?") else f"{message}."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from largetrain.config.document import Document, KeyPath, dotted
+from largetrain.config.document import Document, KeyPath, dotted, one_line
 from largetrain.errors import ConfigError
 
 CORE_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
@@ -147,14 +147,15 @@ class _Reader:
         reason = getattr(error, "problem", None) or getattr(error, "reason", None) or "not valid YAML"
         if "\\t" in str(reason):
             reason = "a tab stands where spaces are needed"
-        return f"{where}: {reason}."
+        return f"{where}: {one_line(str(reason))}."
 
 
 def _tag_problem(node: Node, path: KeyPath) -> str:
     name = f"{dotted(path)}: " if path else ""
     if node.tag.endswith(":timestamp"):
-        return f"{name}{node.value} is read as a date; quote it to keep the text."
-    return f"{name}the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not accepted: only plain data is read."
+        return f"{name}{one_line(node.value)} is read as a date; quote it to keep the text."
+    tag = one_line(node.tag.replace("tag:yaml.org,2002:", "!!"))
+    return f"{name}the tag {tag} is not accepted: only plain data is read."
 
 
 def _printable(text: str) -> bool:

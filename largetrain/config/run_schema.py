@@ -85,6 +85,8 @@ def _flat(node: Node, definitions: Node) -> Node:
         flat |= {key: value for key, value in option.items() if key != "type"}
     if kinds:
         flat["type"] = kinds if len(kinds) > 1 else kinds[0]
+        if "enum" in flat and "null" in kinds:
+            flat["enum"] = [*flat["enum"], None]
     if "properties" in node:
         flat["properties"] = {key: _flat(below, definitions) for key, below in node["properties"].items()}
     if "items" in node:

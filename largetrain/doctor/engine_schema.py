@@ -122,7 +122,8 @@ def _field_node(field: FieldInfo) -> Node:
             if getattr(constraint, attribute, None) is not None:
                 node[keyword] = getattr(constraint, attribute)
     default = _plain(field.default)
-    if not field.is_required() and field.default_factory is None and "properties" not in node and default is not ...:
+    has_default = not field.is_required() and field.default_factory is None and default is not ...
+    if has_default and (default is None or "properties" not in node):
         node["default"] = default
     return node if node.get("type") == "object" else {**node, "x-auto": "default"}
 

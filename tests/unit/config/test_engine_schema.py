@@ -1,0 +1,131 @@
+"""The stored schema is that of the installed DeepSpeed; these tests fail when a new version moves under it."""
+
+import ast
+import inspect
+import json
+import os
+
+import pytest
+
+from largetrain.config.autos import GPT3_ADAM
+from largetrain.config.engine_meanings import MEANINGS
+from largetrain.config.engine_schema import PATH, engine_keys, engine_schema, key_places, optimizer_name
+from largetrain.config.honoured import REFUSED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_on_cpu():
+    before = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    yield
+    if before is None:
+        del os.environ["DS_ACCELERATOR"]
+    else:
+        os.environ["DS_ACCELERATOR"] = before
+
+
+def test_the_stored_schema_is_what_the_installed_version_gives():
+    from largetrain.doctor.engine_schema import build_schema, render
+
+    stored, built = json.loads(PATH.read_text(encoding="utf-8")), json.loads(render(build_schema()))
+    assert stored["x-versions"]["deepspeed"] == built["x-versions"]["deepspeed"], (
+        "a new DeepSpeed: read its changes, run `python -m largetrain.doctor.engine_schema`, review the difference"
+    )
+    stored["x-versions"].pop("torch"), built["x-versions"].pop("torch")
+    assert stored == built
+
+
+def test_every_top_level_key_that_deepspeed_reads_is_known():
+    """Reads DeepSpeed's config code: string constants used on the parameter dict."""
+    from deepspeed.runtime import config as ds
+
+    read = set()
+    for node in ast.walk(ast.parse(inspect.getsource(ds.DeepSpeedConfig))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            read.add(node.value)
+    sources = [
+        function for name, function in vars(ds).items() if name.startswith("get_") and inspect.isfunction(function)
+    ]
+    constants = set()
+    for function in sources:
+        for node in ast.walk(ast.parse(inspect.getsource(function))):
+            if is_top_level_read(node):
+                key = node.args[1] if len(node.args) == 3 else node.args[0]
+                value = getattr(inspect.getmodule(function), key.id, None) if isinstance(key, ast.Name) else key.value
+                constants.add(value)
+    top_level = {key for key in constants if isinstance(key, str)}
+    assert len(top_level) > 20
+    assert top_level <= engine_keys(), top_level - engine_keys()
+    assert {"compile", "weight_quantization"} <= read & engine_keys()
+
+
+def is_top_level_read(node: ast.AST) -> bool:
+    """`get_scalar_param(param_dict, KEY, default)` or `param_dict.get(KEY, ...)` with KEY a name or a string."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    if name == "get_scalar_param":
+        return (
+            isinstance(node.args[0], ast.Name)
+            and node.args[0].id == "param_dict"
+            and isinstance(node.args[1], ast.Name)
+        )
+    owner = getattr(getattr(node.func, "value", None), "id", "")
+    return (
+        name == "get"
+        and owner == "param_dict"
+        and isinstance(node.args[0], ast.Constant | ast.Name)
+        and len(node.args) < 3
+    )
+
+
+def test_deepspeeds_own_lists_are_covered():
+    from deepspeed.runtime import config as ds
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+    schema = engine_schema()
+    assert set(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS) <= set(schema["x-removed"])
+    assert set(ds._REMOVED_ZERO_CONFIG_KEYS) <= set(schema["properties"]["zero_optimization"]["x-removed"])
+    assert set(schema["x-schedulers"]) == set(VALID_LR_SCHEDULES)
+    assert all(optimizer_name(name) is not None for name in ds.DEEPSPEED_OPTIMIZERS)
+
+
+def test_each_model_field_is_a_key_with_its_default():
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for section, model in (("fp16", DeepSpeedFP16Config), ("zero_optimization", DeepSpeedZeroConfig)):
+        properties = engine_schema()["properties"][section]["properties"]
+        for name, field in model.model_fields.items():
+            node = properties[field.alias or name]
+            if isinstance(field.default, int | float | str | None):
+                assert node["default"] == field.default, name
+
+
+def test_what_the_lint_accepts_deepspeed_parses(tmp_path):
+    """Every shipped config, resolved, makes a DeepSpeedConfig with the same numbers."""
+    from pathlib import Path
+
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from largetrain.config.load import load
+
+    folder = Path(__file__).parents[3] / "ds_configs"
+    for path in sorted(folder.glob("*.json")):
+        engine = load(str(path), None).engine
+        parsed = DeepSpeedConfig(dict(engine))
+        assert parsed.train_batch_size == engine["train_batch_size"]
+        assert parsed.gradient_clipping == engine["gradient_clipping"]
+        assert parsed.zero_config.stage == engine["zero_optimization"]["stage"]
+        assert parsed.float16_config.enabled == ("fp16" in engine)
+
+
+def test_tables_name_only_keys_that_exist():
+    properties = engine_schema()["properties"]
+    for dotted in [*MEANINGS, *(key for key in REFUSED if not key.startswith("scheduler.params"))]:
+        node = {"properties": properties}
+        for part in dotted.split("."):
+            node = node["properties"][part]
+    assert [key for key, node in properties.items() if "description" not in node and not node.get("deprecated")] == []
+    assert set(GPT3_ADAM) <= set(engine_schema()["x-optimizers"]["AdamW"]["classes"]["default"]["properties"])
+    assert key_places()["stage"] == ("zero_optimization", "stage")
