@@ -91,7 +91,7 @@ make_venv() {
 pip_install() {
     local log=$VENV/pip.log
     rm -f "$log"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --log "$log" --retries 2 -e "$1" && return
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --log "$log" --retries "${PIP_RETRIES:-2}" -e "$1" && return
     if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Max retries exceeded|Network is unreachable' "$log"; then
         fail "no network: pip cannot reach its package index (settings: pip config list; log: $log)"
     elif grep -q 'No space left on device' "$log"; then

@@ -105,10 +105,15 @@ def on_cpu_only() -> bool:
 
 
 def launcher_digest(package: str) -> str:
-    """sha256 of the launcher's files, and of those that this module stands in for, under DeepSpeed's folder."""
+    """sha256 of the launcher's files, and of those that this module stands in for, under DeepSpeed's folder.
+
+    Empty when one of them is missing, as it may be in a later DeepSpeed.
+    """
     digest = hashlib.sha256()
-    for name in SOURCES:
-        with open(os.path.join(package, name), "rb") as source:
+    for path in (os.path.join(package, name) for name in SOURCES):
+        if not os.path.isfile(path):
+            return ""
+        with open(path, "rb") as source:
             digest.update(source.read())
     return digest.hexdigest()
 

@@ -82,7 +82,7 @@ def test_python_too_old(tmp_path):
 def test_no_python_on_path(tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name in ("bash", "dirname", "cat", "cksum", "true"):
+    for name in ("bash", "dirname", "cat", "cksum", "grep", "true"):
         (tools / name).symlink_to(subprocess.check_output(["which", name], text=True).strip())
     done = subprocess.run(
         [str(tools / "bash"), str(QUICKSTART)],
@@ -102,6 +102,7 @@ def test_no_network_and_the_next_start_begins_anew(tmp_path):
         "PYTHON": sys.executable,
         "PIP_CONFIG_FILE": "/dev/null",
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_RETRIES": 0,
         "LARGETRAIN_NEED_GB": 0,
     }
     first = launch(QUICKSTART, timeout=300, **nowhere)
@@ -130,10 +131,21 @@ def test_quickstart_prepares_then_trains_and_says_what_is_next(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert calls(venv) == [
         "largetrain setup",
-        "deepspeed --num_gpus=2 -m largetrain --ds_config ds_configs/zero2.json --config ds_configs/runs/demo.yaml "
-        "--steps 5 --set data.source=my texts",
+        "deepspeed --num_gpus=2 -m largetrain --ds_config ds_configs/zero2_fp32.json "
+        "--config ds_configs/runs/demo.yaml --steps 5 --set data.source=my texts",
     ]
     assert done.stdout.splitlines()[-1].startswith("Next: ")
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (8, 2)])
+def test_a_single_gpu_gets_a_single_process(tmp_path, gpus, processes):
+    venv = complete_environment(tmp_path / "venv")
+    program(
+        tmp_path / "bin" / "nvidia-smi", "\n".join([f"echo 'GPU {index}: x'" for index in range(gpus)] or ["exit 9"])
+    )
+    done = launch(QUICKSTART, VENV=venv, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert done.returncode == 0
+    assert calls(venv)[1].startswith(f"deepspeed --num_gpus={processes} ")
 
 
 @pytest.mark.parametrize(("variable", "trained"), [("EXIT_largetrain", False), ("EXIT_deepspeed", True)])

@@ -61,6 +61,18 @@ def test_the_installed_launcher_is_a_known_one():
     assert hook.launcher_digest(str(DEEPSPEED)) in hook.KNOWN_LAUNCHERS
 
 
+def test_a_launcher_with_changed_or_missing_files_is_unknown(tmp_path):
+    assert hook.launcher_digest(str(tmp_path)) == ""
+    for name in hook.SOURCES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((DEEPSPEED / name).read_bytes())
+    assert hook.launcher_digest(str(tmp_path)) in hook.KNOWN_LAUNCHERS
+    (tmp_path / "constants.py").write_text("changed = True")
+    assert hook.launcher_digest(str(tmp_path)) not in hook.KNOWN_LAUNCHERS
+    (tmp_path / "constants.py").unlink()
+    assert hook.launcher_digest(str(tmp_path)) == ""
+
+
 def test_which_processes_are_the_launcher(tmp_path):
     script, other = tmp_path / "deepspeed", tmp_path / "other" / "deepspeed"
     other.parent.mkdir()
