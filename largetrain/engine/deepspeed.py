@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
 from largetrain.engine.optimizers import cpu_optimizer, skip_infinite_updates
+from largetrain.engine.saving import failures_kept
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.tasks.base import Task
 
@@ -200,14 +201,28 @@ class DeepSpeedBackend:
         return self.task.metrics(dict(zip(names, stacked.tolist(), strict=True)))
 
     def save(self, directory: Path) -> None:
-        """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`."""
-        self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+        """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`.
+
+        Raises:
+            OSError: this rank could not write a file; raised after the collectives, so that no rank waits for it.
+        """
+        with failures_kept(self.engine):
+            self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on the same layout."""
+        """Restore what `save` wrote on the same layout.
+
+        Optimizer parameters and the schedule are those of the engine JSON: with an unchanged one the same bits,
+        with another learning rate or length the new ones, and not silently what the checkpoint remembers.
+        """
+        given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         path, _ = self.engine.load_checkpoint(str(directory.parent), tag=directory.name)
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
+        for group, values in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(values)
+        if self.scheduler is not None:
+            self.scheduler.step(self.scheduler.last_batch_iteration)
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
