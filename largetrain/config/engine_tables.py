@@ -81,7 +81,7 @@ SECTIONS: dict[str, Node] = {
     "torch_autocast": section(
         enabled=boolean(False),
         dtype=text("fp16", "float16", "half", "bf16", "bfloat16", "fp32", "float32", "float"),
-        lower_precision_safe_modules={"type": ["array", "null"], "items": {"type": "string"}},
+        lower_precision_safe_modules={"type": "array", "items": {"type": "string"}},
     ),
     "activation_checkpointing": section(
         partition_activations=boolean(False),
@@ -124,7 +124,7 @@ SECTIONS: dict[str, Node] = {
         grad_accum_dtype={"type": ["string", "null"], "enum": [*DTYPE, None], "default": None},
         param_dtype={"type": ["string", "null"], "enum": [*DTYPE, None], "default": None},
         buffer_dtype={"type": ["string", "null"], "enum": [*DTYPE, None], "default": None},
-        keep_in_fp32_modules={"type": ["string", "array"], "items": {"type": "string"}, "default": "auto"},
+        keep_in_fp32_modules={"type": "array", "items": {"type": "string"}, "x-auto": "default"},
     ),
     "pipeline": section(
         stages={"type": ["string", "integer"], "default": "auto"},
@@ -234,6 +234,10 @@ NARROWER: dict[str, Node] = {
     "zero_optimization.stage3_param_persistence_threshold": {"x-auto": "run"},
     "zero_optimization.zero_hpz_partition_size": {"minimum": 1},
     "zero_optimization.stage3_module_granularity_threshold": {"minimum": 0},
+    "zero_optimization.zenflow.select_strategy": {"type": "string", "enum": ["auto", "step", "epoch"]},
+    "zero_optimization.zenflow.select_interval": {"type": "integer", "minimum": 1},
+    "zero_optimization.zenflow.update_interval": {"type": "integer", "minimum": 1},
+    "zero_optimization.zenflow.full_warm_up_rounds": {"minimum": 0},
     "fp16.enabled": {"x-auto": "run"},
     "fp16.loss_scale": {"minimum": 0},
     "fp16.initial_scale_power": {"minimum": 0, "maximum": 127},
@@ -242,6 +246,7 @@ NARROWER: dict[str, Node] = {
     "fp16.min_loss_scale": {"minimum": 1},
     "bf16.enabled": {"x-auto": "run"},
     "tensor_parallel.autotp_size": {"minimum": 0},
+    "expert_parallel.load_balance_coeff": {"type": "null"},
 }
 
 _GONE = "removed from DeepSpeed; "

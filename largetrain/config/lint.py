@@ -119,16 +119,13 @@ def _precision(document: Document) -> Iterator[Finding]:
         yield ("torch_autocast", "enabled"), f"autocast and {on[0]} are both enabled; keep one."
     if "bf16" in document.data and "bfloat16" in document.data:
         yield ("bfloat16",), "is the old name of bf16, which is written too; remove it."
-    stage = stage_of(document)
-    for section, key in (
-        ("fp16", "fp16_master_weights_and_grads"),
-        ("bf16", "bf16_master_weights_and_grads"),
-        ("bf16", "bf16_optimizer_states"),
-    ):
-        if document.get((section, key)) is True and stage == 0:
-            yield (section, key), "needs ZeRO stage 1, 2 or 3; the stage here is 0."
-    if document.get(("bf16", "bf16_optimizer_states")) and not document.get(("bf16", "bf16_master_weights_and_grads")):
-        yield ("bf16", "bf16_optimizer_states"), "needs bf16_master_weights_and_grads: true."
+    bf16 = "bfloat16" if "bfloat16" in document.data else "bf16"
+    states, master = (bf16, "bf16_optimizer_states"), (bf16, "bf16_master_weights_and_grads")
+    for path in (("fp16", "fp16_master_weights_and_grads"), master, states):
+        if document.get(path) is True and stage_of(document) == 0:
+            yield path, "needs ZeRO stage 1, 2 or 3; the stage here is 0."
+    if document.get(states) is True and document.get(master) is not True:
+        yield states, "needs bf16_master_weights_and_grads: true."
 
 
 def _zero(document: Document) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
 from largetrain.config.decoder_spec import DecoderSpec, resolve_decoder, target_problems
 from largetrain.config.document import Document
 from largetrain.config.honoured import ineffective_keys, refused_keys
+from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
 from largetrain.config.schema import RunConfig
 from largetrain.config.vocab import vocab_size_of
@@ -31,8 +32,8 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
         ConfigError: all that does not fit together.
     """
     engine = Document(engine.file, copy.deepcopy(engine.data), engine.origins)
+    notes = use_new_names(engine)
     problems = refused_keys(engine)
-    notes: list[str] = []
     run, decoder = _model(run, run_document, problems, notes)
     batch, batch_problems, batch_notes = resolve_batch(engine, world.world_size, world.source)
     autos = Autos(engine, decoder)

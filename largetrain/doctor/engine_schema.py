@@ -55,17 +55,11 @@ def build_schema() -> Node:
     ) | {"required": ["type"]}
     properties["scheduler"] = tables.section(type=tables.text(), params={"type": "object"}) | {"required": ["type"]}
     for dotted_key, narrower in tables.NARROWER.items():
-        section, key = dotted_key.split(".")
-        properties[section]["properties"][key].update(narrower)
-        if "enum" in narrower:
-            properties[section]["properties"][key]["type"] = narrower["type"]
+        _below(properties, dotted_key).update(narrower)
     removed = {key: _first_sentences(message) for key, message in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS.items()}
     zero["x-removed"] = {key: _first_sentences(message) for key, message in ds._REMOVED_ZERO_CONFIG_KEYS.items()}
     for dotted_key, meaning in MEANINGS.items():
-        node: Node = {"properties": properties}
-        for key in dotted_key.split("."):
-            node = node["properties"][key]
-        node["description"] = meaning
+        _below(properties, dotted_key)["description"] = meaning
     for section, keys in tables.OLDER_BY_SECTION.items():
         properties[section].setdefault("x-removed", {}).update(keys)
     return {
@@ -79,6 +73,14 @@ def build_schema() -> Node:
         "x-optimizers": _optimizers(),
         "x-schedulers": _schedulers(),
     }
+
+
+def _below(properties: dict[str, Node], dotted_key: str) -> Node:
+    """The node of a dotted key."""
+    node: Node = {"properties": properties}
+    for key in dotted_key.split("."):
+        node = node["properties"][key]
+    return node
 
 
 MODELS = {
@@ -101,12 +103,14 @@ def model_node(model: type[BaseModel]) -> Node:
     """The schema of a pydantic model: each field by its alias, and by its name where both are read."""
     properties: dict[str, Node] = {}
     for name, field in model.model_fields.items():
-        if field.exclude:
-            continue
+        if field.exclude or (isinstance(field.annotation, type) and _annotation_node(field.annotation) == {}):
+            continue  # filled in by DeepSpeed, or a Python object that no JSON can hold (a dtype, a process group)
         node = _field_node(field)
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         if extra.get("deprecated"):
-            node |= {"deprecated": True, "x-use": str(extra.get("new_param", ""))}
+            new = str(extra.get("new_param", ""))
+            alias = model.model_fields[new].alias if new in model.model_fields else None
+            node |= {"deprecated": True, "x-use": alias or new}
         properties[field.alias or name] = node
         if field.alias:
             properties[name] = {**node, "deprecated": True, "x-use": field.alias}

@@ -1,6 +1,7 @@
 """The stored schema is that of the installed DeepSpeed; these tests fail when a new version moves under it."""
 
 import ast
+import copy
 import inspect
 import json
 import os
@@ -8,9 +9,12 @@ import os
 import pytest
 
 from largetrain.config.autos import GPT3_ADAM
+from largetrain.config.document import Document, dotted
 from largetrain.config.engine_meanings import MEANINGS
 from largetrain.config.engine_schema import PATH, engine_keys, engine_schema, key_places, optimizer_name
 from largetrain.config.honoured import REFUSED
+from largetrain.config.lint import lint_engine
+from largetrain.config.new_names import use_new_names
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +106,7 @@ def test_each_model_field_is_a_key_with_its_default():
                 assert node["default"] == field.default, name
 
 
-def test_what_the_lint_accepts_deepspeed_parses(tmp_path):
+def test_deepspeed_parses_every_shipped_config():
     """Every shipped config, resolved, makes a DeepSpeedConfig with the same numbers."""
     from pathlib import Path
 
@@ -118,6 +122,75 @@ def test_what_the_lint_accepts_deepspeed_parses(tmp_path):
         assert parsed.gradient_clipping == engine["gradient_clipping"]
         assert parsed.zero_config.stage == engine["zero_optimization"]["stage"]
         assert parsed.float16_config.enabled == ("fp16" in engine)
+
+
+JUNK = ["x", "5", -1, 0, 1, 1.5, True, False, None, [], ["x"], {}, "auto", 2.0]
+BATCH = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+
+
+def leaves(node: dict, path: tuple[str, ...] = ()):
+    for key, below in node.get("properties", {}).items():
+        yield (*path, key), below
+        yield from leaves(below, (*path, key))
+
+
+def values(node: dict) -> list:
+    """Values of the right kind at the borders of a key, and values of every other kind."""
+    borders = [node[key] for key in ("default", "minimum", "maximum", "exclusiveMinimum") if key in node]
+    return [*node.get("enum", []), *borders, *(border + 1 for border in borders if isinstance(border, int)), *JUNK]
+
+
+def test_deepspeed_parses_every_value_of_every_key_that_the_lint_accepts():
+    """Thousands of small configs; the optimizer and the scheduler are checked by their classes' signatures instead."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    tried = accepted = 0
+    refused = []
+    for path, node in leaves(engine_schema()):
+        if path[0] in (*BATCH, "optimizer", "scheduler") or path == ("aio", "use_gds"):
+            continue
+        for value in values(node):
+            config: dict = copy.deepcopy(BATCH)
+            Document("f", config).set(path, value)
+            lint = lint_engine(Document("f", config))
+            tried += 1
+            if not lint.problems:
+                accepted += 1
+                try:
+                    DeepSpeedConfig(copy.deepcopy(lint.data))
+                except (AssertionError, AttributeError, KeyError, TypeError, ValueError, DeepSpeedConfigError) as error:
+                    refused.append(f"{dotted(path)} = {value!r}: {error}")
+    assert refused == []
+    assert tried > 3000 and accepted > 800, (tried, accepted)
+
+
+def test_old_names_mean_the_same_under_their_new_name():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    zero = {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "max_live_parameters": 7,
+            "stage3_gather_fp16_weights_on_model_save": True}  # fmt: skip
+    old = {**BATCH, "bfloat16": {"enabled": True}, "zero_optimization": zero}
+    new = Document("f", copy.deepcopy(old))
+    notes = use_new_names(new)
+    assert new.data == {**BATCH, "bf16": {"enabled": True}, "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+        "stage3_max_live_parameters": 7, "stage3_gather_16bit_weights_on_model_save": True,
+    }}  # fmt: skip
+    assert len(notes) == 5
+    first, second = DeepSpeedConfig(old), DeepSpeedConfig(new.data)
+    for section in ("zero_config", "bfloat16_config"):
+        kept = {"cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save"}
+        assert getattr(first, section).model_dump(exclude=kept) == getattr(second, section).model_dump(exclude=kept)
+    assert use_new_names(Document("f", {"zero_optimization": {"cpu_offload": False}})) != []
+
+
+def test_every_old_name_points_to_a_key():
+    for path, node in leaves(engine_schema()):
+        if "x-use" in node and path[-1] != "cpu_offload_use_pin_memory":  # which has no effect: refused
+            siblings = engine_schema()
+            for part in path[:-1]:
+                siblings = siblings["properties"][part]
+            assert node["x-use"] in siblings["properties"], path
 
 
 def test_tables_name_only_keys_that_exist():
