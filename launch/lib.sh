@@ -92,7 +92,9 @@ pip_install() {
     local log=$VENV/pip.log
     rm -f "$log"
     "$VENV/bin/python" -m pip install --disable-pip-version-check --log "$log" --retries "${PIP_RETRIES:-2}" -e "$1" && return
-    if grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Max retries exceeded|Network is unreachable' "$log"; then
+    # pip may keep the reason to itself and only find no version at all of what it needs first, the build backend
+    local unreachable='NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Max retries exceeded'
+    if grep -qE "$unreachable|Network is unreachable|requirement setuptools.*from versions: none" "$log"; then
         fail "no network: pip cannot reach its package index (settings: pip config list; log: $log)"
     elif grep -q 'No space left on device' "$log"; then
         fail "the disk is full: free some space and start again (log: $log)"
