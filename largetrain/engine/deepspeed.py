@@ -20,8 +20,9 @@ from largetrain.engine.saving import failures_kept
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.tasks.base import Task
 
-# DeepSpeed's schedulers start at index -1; index 1 is the first one with a learning rate above warmup_min_lr
-FIRST_UPDATE_INDEX = 1
+# DeepSpeed's schedulers start at index -1. Update 1 takes the value of step 1: the warm-ups compute it from the index
+# (index 0 is still warmup_min_lr), these two from the index plus one.
+FIRST_INDEX = {"LRRangeTest": 0, "OneCycle": 0}
 
 
 def dtype_of(engine_config: dict[str, Any]) -> torch.dtype:
@@ -106,7 +107,8 @@ class DeepSpeedBackend:
         self._arithmetic = self._half_arithmetic()
         self._scale_is_dynamic = self._defer_loss_scale()
         if self.scheduler is not None:
-            while self.scheduler.last_batch_iteration < FIRST_UPDATE_INDEX:
+            first_index = FIRST_INDEX.get(type(self.scheduler).__name__, 1)
+            while self.scheduler.last_batch_iteration < first_index:
                 self.scheduler.step()
 
     def _half_arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
