@@ -61,12 +61,17 @@ fingerprint() {
     printf '%s\n' "$1" "$ROOT" "$(<"$ROOT/setup.cfg")" | cksum
 }
 
+# installed EXTRAS FILE: whether FILE says that this checkout was installed with EXTRAS, or with dev and so with more
+installed() {
+    [[ -f $2 ]] && [[ $(<"$2") == "$(fingerprint "$1")" || $(<"$2") == "$(fingerprint "[dev]")" ]]
+}
+
 # make_venv EXTRAS ("" or "[dev]"): $VENV holds a complete installation of this checkout afterwards.
 # An installation that was cut short is recognised by its note and made anew; a folder that
 # was not made here is never removed.
 make_venv() {
     local extras=$1 note=$VENV/.largetrain-installing done=$VENV/.largetrain-installed
-    if [[ -f $done && ! -f $note && $(<"$done") == "$(fingerprint "$extras")" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
+    if [[ ! -f $note ]] && installed "$extras" "$done" && "$VENV/bin/python" -c '' 2>/dev/null; then
         printf '%s is complete\n' "$VENV"
         return
     fi

@@ -125,8 +125,9 @@ def test_a_folder_that_is_not_ours_is_kept(tmp_path):
     assert precious.exists()
 
 
-def test_quickstart_prepares_then_trains_and_says_what_is_next(tmp_path):
-    venv = complete_environment(tmp_path / "venv")
+@pytest.mark.parametrize("extras", ["", "[dev]"])
+def test_quickstart_prepares_then_trains_and_says_what_is_next(tmp_path, extras):
+    venv = complete_environment(tmp_path / "venv", extras)
     done = launch(QUICKSTART, "--steps", "5", "--set", "data.source=my texts", VENV=venv)
     assert (done.returncode, done.stderr) == (0, "")
     assert calls(venv) == [
@@ -135,6 +136,17 @@ def test_quickstart_prepares_then_trains_and_says_what_is_next(tmp_path):
         "--config ds_configs/runs/demo.yaml --steps 5 --set data.source=my texts",
     ]
     assert done.stdout.splitlines()[-1].startswith("Next: ")
+
+
+def test_an_environment_of_another_state_of_the_checkout_is_installed_again(tmp_path):
+    venv = complete_environment(tmp_path / "venv")
+    for script in (TEST, QUICKSTART):  # the dev extra is missing; then the note of what was installed is another one
+        program(venv / "bin" / "python", '[[ $1 == -c ]] && exit 0; echo "pip ran: $*"; exit 4')
+        done = launch(script, VENV=venv, PYTHON=sys.executable)
+        assert done.returncode == 2
+        assert "pip ran: -m pip install" in done.stdout
+        (venv / ".largetrain-installing").unlink()
+        (venv / ".largetrain-installed").write_text("another\n")
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(0, 2), (1, 1), (8, 2)])
