@@ -3,10 +3,12 @@
 The schema settles keys, types and ranges; this file adds what needs more than one key.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL
 from largetrain.config.document import Document, KeyPath, nearest, shown
 from largetrain.config.engine_schema import engine_schema, key_places, optimizer_name
 from largetrain.config.engine_tables import OLDER_OPTIMIZERS
@@ -25,14 +27,20 @@ class LintResult:
     warnings: tuple[str, ...]
 
 
-def lint_engine(document: Document) -> LintResult:
-    """Check one engine JSON on its own; "auto" is allowed where DeepSpeed's integrations resolve it."""
+def lint_engine(document: Document, *, for_a_run: bool = False) -> LintResult:
+    """Check one engine JSON; "auto" is allowed where DeepSpeed's integrations resolve it.
+
+    Args:
+        document: the parsed file.
+        for_a_run: the number of ranks is known, so the batch triple is left to `resolve_batch`, which says more.
+    """
     check = SchemaCheck(document, key_places())
     data = check.check(document.data, engine_schema())
     checked = Document(document.file, data, document.origins)
     data = _typed_section(check, checked, "optimizer", _optimizer_node)
     data = _typed_section(check, checked, "scheduler", _scheduler_node)
-    found = [checked.problem(path, text) for rule in RULES for path, text in rule(checked)]
+    rules = RULES if for_a_run else (*RULES, _batch)
+    found = [checked.problem(path, text) for rule in rules for path, text in rule(checked)]
     return LintResult(data, tuple(dict.fromkeys(check.problems + found)), tuple(dict.fromkeys(check.warnings)))
 
 
@@ -126,6 +134,15 @@ def _precision(document: Document) -> Iterator[Finding]:
             yield path, "needs ZeRO stage 1, 2 or 3; the stage here is 0."
     if document.get(states) is True and document.get(master) is not True:
         yield states, "needs bf16_master_weights_and_grads: true."
+
+
+def _batch(document: Document) -> Iterator[Finding]:
+    total, micro, accumulation = (document.get((key,)) for key in (TOTAL, MICRO, ACCUMULATION))
+    factors = {key: value for key, value in ((MICRO, micro), (ACCUMULATION, accumulation)) if isinstance(value, int)}
+    unit = math.prod(factors.values())
+    if isinstance(total, int) and unit > 0 and total % unit:
+        product = " x ".join(f"{value} ({key})" for key, value in factors.items())
+        yield (TOTAL,), f"{total} is no multiple of {product}, so no number of ranks fits."
 
 
 def _zero(document: Document) -> Iterator[Finding]:

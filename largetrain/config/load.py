@@ -57,7 +57,7 @@ def load(
         raise ConfigError(problems)
     over = Overrides(engine, run)
     over.apply(flags, overrides)
-    lint = lint_engine(engine)
+    lint = lint_engine(engine, for_a_run=True)
     run_config, run_problems = check_run(run)
     problems += [*over.problems, *lint.problems, *run_problems]
     if problems or run_config is None:

@@ -15,6 +15,7 @@ from largetrain.errors import ConfigError
 
 CORE_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 MAX_NODES = 100_000
+DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")  # not 010 (octal) nor 1:30 (base 60), which YAML 1.1 reads as numbers
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,6 +135,9 @@ class _Reader:
         except (ValueError, OverflowError, TypeError, KeyError, IndexError) as error:
             self.problems.append(f"{self._at(node)}: {dotted(path)}: {node.value!r} cannot be read: {error}.")
             return None
+        if isinstance(value, int) and not isinstance(value, bool) and not DECIMAL.fullmatch(node.value):
+            way_out = f"write {value}, or quote it to keep the text"
+            self.problems.append(f"{self._at(node)}: {dotted(path)}: {node.value} is read as {value}; {way_out}.")
         if isinstance(value, float) and not math.isfinite(value):
             self.problems.append(f"{self._at(node)}: {dotted(path)}: {node.value} is not a finite number.")
         return value

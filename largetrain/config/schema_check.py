@@ -11,6 +11,7 @@ from typing import Any
 from largetrain.config.document import Document, KeyPath, nearest, shown
 
 Node = dict[str, Any]
+JSON_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
 KINDS = {
     "boolean": "true or false",
     "integer": "a whole number",
@@ -134,6 +135,8 @@ def _wrong_kind(value: Any, kinds: list[str], node: Node) -> str:
         return f"{start}. Write {round(value)}."
     if isinstance(value, bool) and "object" in kinds and "stage" in node.get("properties", {}):
         return f'{start}. Write {{"stage": 1}} (or 0, 2, 3).'
+    if "string" in kinds and isinstance(value, bool | int | float):
+        return f"{start}. Put it in quotes."
     if "boolean" in kinds and value in (0, 1):
         return f"{start}. Write {'true' if value else 'false'}."
     return f"{start}."
@@ -149,7 +152,8 @@ def _text_way_out(value: str, kinds: list[str]) -> str:
             number = float(value)
         except ValueError:
             return ""
-        return f"Write {value.strip()} without quotes." if abs(number) < float("inf") else ""
+        written = value.strip() if JSON_NUMBER.fullmatch(value.strip()) else repr(number)
+        return f"Write {written} without quotes." if abs(number) < float("inf") else ""
     return ""
 
 

@@ -195,9 +195,9 @@ def test_every_old_name_points_to_a_key():
 
 def test_tables_name_only_keys_that_exist():
     properties = engine_schema()["properties"]
-    for dotted in [*MEANINGS, *(key for key in REFUSED if not key.startswith("scheduler.params"))]:
+    for key in [*MEANINGS, *(key for key in REFUSED if not key.startswith("scheduler.params"))]:
         node = {"properties": properties}
-        for part in dotted.split("."):
+        for part in key.split("."):
             node = node["properties"][part]
     assert [key for key, node in properties.items() if "description" not in node and not node.get("deprecated")] == []
     assert set(GPT3_ADAM) <= set(engine_schema()["x-optimizers"]["AdamW"]["classes"]["default"]["properties"])

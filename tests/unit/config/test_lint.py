@@ -130,6 +130,11 @@ def only_problem(text: str) -> str:
         ),
         # more than one key
         (
+            '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
+            "train_batch_size: 10 is no multiple of 4 (train_micro_batch_size_per_gpu) x "
+            "2 (gradient_accumulation_steps), so no number of ranks fits.",
+        ),
+        (
             '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
             "bf16.enabled: fp16 and bf16 are both enabled; keep one.",
         ),

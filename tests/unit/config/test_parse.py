@@ -161,6 +161,8 @@ def test_yaml_numbers_with_an_exponent_are_numbers():
             "a: !!python/object/apply:os.system [touch x]",
             ["f:1: a: the tag !!python/object/apply:os.system is not accepted: only plain data is read."],
         ),
+        ("a: 010", ["f:1: a: 010 is read as 8; write 8, or quote it to keep the text."]),
+        ("a: 1:30", ["f:1: a: 1:30 is read as 90; write 90, or quote it to keep the text."]),
         ("a: .inf", ["f:1: a: .inf is not a finite number."]),
         ("a: &x [*x]", ["f:1: aliases expand without end; write the values out."]),
         ("- 1", ["f: holds a list at the top; `key: value` lines are needed."]),

@@ -162,6 +162,8 @@ def test_values_that_fit_are_normalised(node, value, result):
         ({"type": "integer"}, True, "expected a whole number, got true."),
         ({"type": "integer"}, 1e30, "expected a whole number, got 1e+30"),
         ({"type": "boolean"}, 0, "expected true or false, got 0. Write false."),
+        ({"type": "number"}, ".5", 'expected a number, got ".5" (text). Write 0.5 without quotes.'),
+        ({"type": "string"}, True, "expected text, got true. Put it in quotes."),
         ({"type": "number"}, "inf", 'expected a number, got "inf" (text).'),
         ({"type": "number", "maximum": 1}, 2, "must be at most 1, got 2."),
         ({"type": "string"}, ["a"], 'expected text, got ["a"].'),
