@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from largetrain.callbacks.base import Callback
 from largetrain.callbacks.periodic import Checkpointing, Evaluation, Guard
 from largetrain.callbacks.recorder import Recorder, Sink
 from largetrain.callbacks.sinks import MetricsFile, TensorBoard, Terminal
-from largetrain.checkpoint.manager import CheckpointManager, read_facts, read_rng
-from largetrain.checkpoint.resume import Start, decide_start
+from largetrain.checkpoint.folder import read_rng
+from largetrain.checkpoint.manager import CheckpointManager
+from largetrain.checkpoint.resume import Start, check_fit, decide_start
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
 from largetrain.data.build import DataBundle, build_data
@@ -24,13 +25,19 @@ from largetrain.data.loader import TrainStream, evaluation_batches
 from largetrain.engine import deepspeed as deepspeed_backend
 from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.peak import peak_flops
-from largetrain.errors import ConfigError
+from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError
 from largetrain.models.build import build_model
 from largetrain.tasks.language_modeling import LanguageModeling
 from largetrain.train.state import TrainState, random_state, restore_random_state, seed_rank
 from largetrain.train.trainer import Trainer
 
 Say = Callable[[str], None]
+
+
+class AlreadyComplete(LargetrainError):
+    """The run that was to be resumed has no update left; not a failure, so that a job script may resume blindly."""
+
+    exit_code = EXIT_DONE
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,11 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
 
     Raises:
         ConfigError: data, output folder or checkpoint do not fit; the same on all ranks.
+        AlreadyComplete: there is nothing left to do.
     """
     run = resolved.run
     assert isinstance(run.runtime.threads, int), "threads are resolved"
     torch.set_num_threads(run.runtime.threads)
-    data = build_data(
-        resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
-    )
-    resolved = resolved.with_steps(data.info.total_steps)
     device = prepare(
         rank=world.rank,
         local_rank=world.local_rank,
@@ -66,20 +70,37 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
         timeout_s=run.runtime.timeout_s,
         verbose=verbose,
     )
+    start = decide_start(run.name, run.output, resume)  # before the data, which may take long to prepare
+    data = build_data(
+        resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
+    )
+    resolved = resolved.with_steps(data.info.total_steps)
     facts = _facts(resolved, data)
-    start = decide_start(run.name, run.output, resume, facts)
-    _announce(resolved, data, start, say)
+    changes = check_fit(start, facts)
+    state = _state(start, data.info.total_steps, run.guard.max_skipped_in_a_row)
+    _announce(resolved, data, (*start.messages, *changes), start.output, say)
     backend = _backend(resolved, data, device)
     limit_timeouts(run.runtime.timeout_s)
     for note in backend.notes:
         say(f"note: {note}")
-    state = _restore(start, backend, world.rank, device)
-    total_steps = data.info.total_steps
-    if state.step >= total_steps:
-        raise ConfigError(
-            f"--resume {start.checkpoint}: the run is complete, {state.step} of {total_steps} updates are done. "
-            f"Ask for more with --steps"
-        )
+    if start.checkpoint is not None:
+        backend.load(start.checkpoint)
+        restore_random_state(read_rng(start.checkpoint, world.rank), device)
+    recorder, terminal = _recorder(resolved, data, backend, device, world, start)
+    manager = CheckpointManager(start.output / "checkpoints", run.checkpoints.keep_last, backend.save)
+
+    def save() -> Path:
+        recorder.flush()  # a run killed after this checkpoint must not lack rows before it
+        return manager.save(state.step, {**facts, "state": state.to_dict()}, random_state(device))
+
+    callbacks: list[Callback] = [
+        recorder,
+        Guard(run.guard.max_skipped_in_a_row, save, terminal.say if terminal is not None else say),
+        *_evaluation(resolved, data, backend, world, recorder),
+        Checkpointing(save, run.checkpoints.every_steps, run.checkpoints.at_end),
+    ]
+    if world.rank == 0:
+        _write_config(start.output, resolved, world)
     stream = TrainStream(
         data.train,
         data.order,
@@ -87,18 +108,10 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
         world.rank,
         consumed_samples=state.consumed_samples,
         workers=run.data.workers,
-        updates=total_steps - state.step,
+        updates=data.info.total_steps - state.step,
         pin_memory=device.type == "cuda",
     )
-    manager = CheckpointManager(start.output / "checkpoints", run.checkpoints.keep_last, backend.save)
-
-    def save() -> Path:
-        return manager.save(state.step, {**facts, "state": state.to_dict()}, random_state(device))
-
-    callbacks = _callbacks(resolved, data, backend, device, world, start, save, say)
-    if world.rank == 0:
-        _write_config(start.output, resolved, world)
-    trainer = Trainer(backend, stream, state, total_steps, resolved.batch.global_batch, callbacks)
+    trainer = Trainer(backend, stream, state, data.info.total_steps, resolved.batch.global_batch, callbacks)
     return Run(trainer, start.output, resolved)
 
 
@@ -114,72 +127,101 @@ def _backend(resolved: Resolved, data: DataBundle, device: torch.device) -> deep
 
 
 def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
-    """What a checkpoint says of its run beside the counters; compared on resume."""
+    """What a checkpoint says of its run beside the counters; compared on resume (`checkpoint/resume`)."""
+    engine, batch = resolved.engine, resolved.batch
     return {
         "format": 1,
         "world_size": dist.get_world_size(),
-        "zero_stage": deepspeed_backend.stage_of(resolved.engine),
-        "dtype": str(deepspeed_backend.dtype_of(resolved.engine)).removeprefix("torch."),
-        "batch": [
-            resolved.batch.micro_batch,
-            resolved.batch.gradient_accumulation_steps,
-            resolved.batch.global_batch,
-        ],
+        "zero_stage": deepspeed_backend.stage_of(engine),
+        "dtype": str(deepspeed_backend.dtype_of(engine)).removeprefix("torch."),
+        "batch": {
+            "micro_batch": batch.micro_batch,
+            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+            "global_batch": batch.global_batch,
+        },
+        "optimizer_type": engine["optimizer"]["type"],
+        "optimizer": engine["optimizer"].get("params", {}),
+        "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
         "model": resolved.run.model.model_dump(mode="json"),
-        "data": data.info.fingerprint or resolved.run.data.model_dump(mode="json"),
+        "data": data.info.fingerprint or resolved.run.data.model_dump(mode="json", exclude={"workers", "cache"}),
         "versions": {"largetrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 
-def _restore(start: Start, backend: deepspeed_backend.DeepSpeedBackend, rank: int, device: torch.device) -> TrainState:
-    if start.checkpoint is None:
+def _state(start: Start, total_steps: int, max_skipped: int) -> TrainState:
+    """Counters to begin with.
+
+    Raises:
+        AlreadyComplete: all updates are done.
+        ConfigError: more are done than asked for.
+    """
+    if start.saved is None:
         return TrainState()
-    backend.load(start.checkpoint)
-    restore_random_state(read_rng(start.checkpoint, rank), device)
-    return TrainState(**read_facts(start.checkpoint)["state"])
+    state = TrainState(**start.saved["state"])
+    if state.step == total_steps:
+        raise AlreadyComplete(
+            f"the run in {start.output} is complete: all {total_steps} updates are done. Go on with a larger --steps"
+        )
+    if state.step > total_steps:
+        raise ConfigError(
+            f"--resume {start.checkpoint}: {state.step} updates are done, more than the {total_steps} asked for. "
+            f"Give a larger --steps, or an earlier checkpoint"
+        )
+    if state.skipped_in_a_row >= max_skipped:
+        state.skipped_in_a_row = 0  # the guard had stopped it; whoever goes on gets as many tries again
+    return state
 
 
-def _callbacks(
+def _recorder(
     resolved: Resolved,
     data: DataBundle,
     backend: deepspeed_backend.DeepSpeedBackend,
     device: torch.device,
     world: World,
     start: Start,
-    save: Callable[[], Path],
-    say: Say,
-) -> list[Callback]:
-    run = resolved.run
+) -> tuple[Recorder, Terminal | None]:
+    """The recorder of this rank, and on rank 0 the terminal among its sinks."""
+    logging = resolved.run.logging
     sinks: list[Sink] = []
+    terminal = None
     if world.rank == 0:
-        sinks = [MetricsFile(start.output / "metrics.jsonl"), Terminal(data.info.total_steps)]
-        if run.logging.tensorboard:
+        terminal = Terminal(data.info.total_steps)
+        sinks = [MetricsFile(start.output / "metrics.jsonl"), terminal]
+        if logging.tensorboard:
             sinks.append(TensorBoard(start.output / "tensorboard"))
-    peak = run.logging.peak_tflops * 1e12 if run.logging.peak_tflops else peak_flops(device, backend.dtype)
+    peak = logging.peak_tflops * 1e12 if logging.peak_tflops else peak_flops(device, backend.dtype)
     flops = resolved.decoder.flops_per_token() if resolved.decoder else None
-    recorder = Recorder(sinks, run.logging.every_steps, float(resolved.engine["gradient_clipping"]), flops, peak)
-    callbacks: list[Callback] = [recorder, Guard(run.guard.max_skipped_in_a_row, save, say)]
-    if data.validation is not None:
-        evaluation = run.evaluation
-
-        def batches() -> Any:
-            return evaluation_batches(
-                data.validation,
-                resolved.batch.micro_batch,
-                world.world_size,
-                world.rank,
-                max_samples=evaluation.max_samples,
-                workers=run.data.workers,
-            )
-
-        callbacks.append(Evaluation(backend, batches, evaluation.every_steps, evaluation.at_end, [recorder]))
-    callbacks.append(Checkpointing(save, run.checkpoints.every_steps, run.checkpoints.at_end))
-    return callbacks
+    clip = float(resolved.engine["gradient_clipping"])
+    return Recorder(sinks, logging.every_steps, clip, flops, peak), terminal
 
 
-def _announce(resolved: Resolved, data: DataBundle, start: Start, say: Say) -> None:
-    for line in (*resolved.notes, *data.info.report, *start.messages):
+def _evaluation(
+    resolved: Resolved,
+    data: DataBundle,
+    backend: deepspeed_backend.DeepSpeedBackend,
+    world: World,
+    recorder: Recorder,
+) -> list[Callback]:
+    if data.validation is None:
+        return []
+    run = resolved.run
+
+    def batches() -> Any:
+        return evaluation_batches(
+            data.validation,
+            resolved.batch.micro_batch,
+            world.world_size,
+            world.rank,
+            max_samples=run.evaluation.max_samples,
+            workers=run.data.workers,
+        )
+
+    return [Evaluation(backend, batches, run.evaluation.every_steps, run.evaluation.at_end, [recorder])]
+
+
+def _announce(resolved: Resolved, data: DataBundle, messages: Sequence[str], output: Path, say: Say) -> None:
+    for line in (*resolved.notes, *data.info.report, *messages):
         say(line)
     if resolved.decoder is not None:
         spec = resolved.decoder
@@ -187,7 +229,7 @@ def _announce(resolved: Resolved, data: DataBundle, start: Start, say: Say) -> N
             f"model: {spec.style} decoder, {spec.parameter_count():,} parameters, "
             f"{spec.flops_per_token() / 1e6:,.1f} MFLOP per trained token"
         )
-    say(f"output: {start.output}")
+    say(f"output: {output}")
 
 
 def _write_config(output: Path, resolved: Resolved, world: World) -> None:

@@ -1,4 +1,4 @@
-"""The callback protocol: everything periodic hangs on these four moments, on every rank."""
+"""The callback protocol: everything periodic hangs on these moments, on every rank."""
 
 from dataclasses import dataclass
 
@@ -41,4 +41,7 @@ class Callback:
         """After an evaluation; figures are equal on all ranks."""
 
     def on_end(self, step: int) -> None:
-        """After the last update, also when the run is stopped early."""
+        """After the last update."""
+
+    def on_failure(self, step: int) -> None:
+        """The run ends early with an exception, perhaps on this rank alone: no collectives."""

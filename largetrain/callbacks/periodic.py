@@ -1,11 +1,12 @@
 """Evaluation, checkpoints and the guard against runs that no longer learn."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from largetrain.callbacks.base import Callback, Moment
+from largetrain.checkpoint.manager import CheckpointError
 from largetrain.engine.base import Backend, MicroBatch
 from largetrain.errors import DivergedError
 
@@ -72,30 +73,59 @@ class Guard(Callback):
         exhausted = result.scale_exhausted
         if moment.skipped_in_a_row < self.max_in_a_row and not exhausted:
             return
-        finite = "none" if self._last_finite_loss is None else f"{float(self._last_finite_loss):.4f}"
+        finite = (
+            "none since the start or resume"
+            if self._last_finite_loss is None
+            else f"{float(self._last_finite_loss):.4f}"
+        )
         reason = (
             f"the loss scale is at its floor ({result.loss_scale:g}, fp16.min_loss_scale) and gradients still overflow"
             if exhausted
             else f"{moment.skipped_in_a_row} updates in a row were skipped (guard.max_skipped_in_a_row)"
         )
         raise DivergedError(
-            f"step {moment.step}: {reason}: {cause}. Last finite loss: {finite}. "
-            f"Weights are those of the last applied update; resume from {self.save()} "
-            f"with a lower learning rate, other data or bf16"
+            f"step {moment.step}: {reason}: {cause}. Last finite loss: {finite}. {self._samples(moment)}"
+            f"Weights are those of the last applied update{self._checkpoint()}"
         )
+
+    def _checkpoint(self) -> str:
+        """Where to go on from; a save that fails as well must not hide why the run was stopped."""
+        try:
+            return f"; resume from {self.save()}, for instance with a lower learning rate"
+        except CheckpointError as error:
+            return f". {error}"
 
     def _cause(self, moment: Moment) -> str:
         """Which ranks and samples had a non-finite loss; collective, all ranks get the same words."""
         result = moment.result
-        finite = bool(torch.isfinite(torch.stack(result.local_losses)).all())
-        bad = None if finite else (dist.get_rank(), result.sample_ids)
-        found: list[tuple[int, tuple[int, ...]] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, bad)
-        if not any(found):
+        per_batch = len(result.sample_ids) // len(result.local_losses)
+        bad = [
+            result.sample_ids[index * per_batch : (index + 1) * per_batch]
+            for index, finite in enumerate(torch.isfinite(torch.stack(result.local_losses)).tolist())
+            if not finite
+        ]
+        found = _gather([i for ids in bad for i in ids] if bad else None)
+        if all(ids is None for ids in found):
             return "gradients are not finite while every loss is"
-        culprits = "; ".join(f"rank {item[0]}, samples {_shorten(item[1])}" for item in found if item)
-        return f"the loss is not finite on {culprits}"
+        return f"the loss is not finite on {_by_rank(found)}"
+
+    def _samples(self, moment: Moment) -> str:
+        """All samples of the update, for a cause that names none; collective."""
+        found = _gather(list(moment.result.sample_ids))
+        return f"Samples of this update: {_by_rank(found)}. "
 
 
-def _shorten(ids: tuple[int, ...], most: int = 16) -> str:
+def _gather(value: list[int] | None) -> list[list[int] | None]:
+    values: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _by_rank(ids_of_ranks: Sequence[list[int] | None]) -> str:
+    return "; ".join(
+        f"rank {rank}, samples {_shorten(ids)}" for rank, ids in enumerate(ids_of_ranks) if ids is not None
+    )
+
+
+def _shorten(ids: Sequence[int], most: int = 16) -> str:
     return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")

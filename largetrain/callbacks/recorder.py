@@ -41,7 +41,6 @@ class Recorder(Callback):
         flops_per_token: model FLOPs of one trained token, or None for a model of unknown cost.
         peak_flops: FLOP/s of one device at its best, or None when unknown (then no MFU).
         clip: gradient_clipping, to report the coefficient beside the norm before clipping; 0 is off.
-        unit: what `tokens` counts.
     """
 
     def __init__(
@@ -76,26 +75,36 @@ class Recorder(Callback):
 
     def on_end(self, step: int) -> None:
         self.flush()
-        for sink in self.sinks:
-            sink.close()
+        self._close()
+
+    def on_failure(self, step: int) -> None:
+        self._write_pending(memory_bytes=None)  # what led to the failure is what one wants to see
+        self._close()
 
     def flush(self) -> None:
-        """Write the rows of all updates since the last flush; all ranks call it at the same step."""
-        if not self._pending:
+        """Write the rows of all updates since the last flush; collective, all ranks call it at the same step."""
+        if self._pending:
+            self._write_pending(_memory_of_ranks())
+
+    def _write_pending(self, memory_bytes: list[int] | None) -> None:
+        pending, self._pending = self._pending, []
+        if not self.sinks or not pending:
             return
-        memory = _memory_of_ranks()
-        if self.sinks:
-            results = [moment.result for moment, _ in self._pending]
-            losses = torch.stack([result.loss for result in results]).tolist()
-            norms = [float(result.grad_norm) for result in results]
-            rows = [
-                self._row(moment, when, loss, norm)
-                for (moment, when), loss, norm in zip(self._pending, losses, norms, strict=True)
-            ]
-            rows[-1]["memory_bytes"] = memory
-            for sink in self.sinks:
-                sink.write(rows)
-        self._pending.clear()
+        results = [moment.result for moment, _ in pending]
+        losses = torch.stack([result.loss for result in results]).tolist()
+        norms = [float(result.grad_norm) for result in results]
+        rows = [
+            self._row(moment, when, loss, norm)
+            for (moment, when), loss, norm in zip(pending, losses, norms, strict=True)
+        ]
+        if memory_bytes is not None:
+            rows[-1]["memory_bytes"] = memory_bytes
+        for sink in self.sinks:
+            sink.write(rows)
+
+    def _close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
     def _row(self, moment: Moment, when: float, loss: float, norm: float) -> Row:
         result = moment.result

@@ -30,7 +30,7 @@ class MetricsFile:
                     row = json.loads(line)
                 except ValueError:
                     continue  # the half line of a killed writer
-                if row["step"] <= step:
+                if isinstance(row, dict) and row.get("step", step + 1) <= step:
                     kept.append(line)
         replacement = self.path.with_suffix(".partial")
         replacement.write_text("".join(line + "\n" for line in kept))
@@ -47,8 +47,8 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        assert self._file is not None
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
@@ -105,13 +105,14 @@ class Terminal:
         if any(key.startswith("eval/") for key in row):
             shown = {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
             figures = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "tokens")
-            self._say(f"step {row['step']}/{self.total_steps}  validation: {figures}")
+            self.say(f"step {row['step']}/{self.total_steps}  validation: {figures}")
         elif self._bar is not None:
             self._bar.set_postfix_str(_figures(row))
         else:
-            self._say(f"step {row['step']}/{self.total_steps}  {_figures(row)}")
+            self.say(f"step {row['step']}/{self.total_steps}  {_figures(row)}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line, above the live one if there is one."""
         if self._bar is not None:
             self._bar.write(line, file=self.stream)
         else:

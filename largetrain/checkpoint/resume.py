@@ -1,26 +1,34 @@
-"""Where a run writes, what it resumes from, and whether the two fit: decided by rank 0 for all."""
+"""Where a run writes, what it resumes from, and whether the two fit: decided by rank 0 for all.
+
+What has to be as it was (`SAME`) is refused when it differs, with both values. Optimizer parameters, schedule and
+length may change: the configuration holds, not what the checkpoint remembers, and every change is announced.
+"""
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from largetrain.checkpoint.manager import complete_checkpoints, find_checkpoint, read_facts
+from largetrain.checkpoint.folder import complete_checkpoints, find_checkpoint, newer_than, read_facts, step_of
 from largetrain.errors import ConfigError
 
-# what must be as it was for a bit-identical continuation, in the words of the message
+# what must be as it was for a bit-identical continuation -> its name in messages
 SAME = {
     "world_size": "number of ranks",
     "zero_stage": "zero_optimization.stage",
     "dtype": "precision (fp16/bf16.enabled)",
-    "batch": "batch sizes",
+    "batch": "batch",
+    "optimizer_type": "optimizer.type",
     "seed": "seed",
     "model": "model",
-    "data": "training data, tokenizer or seq_len",
+    "data": "data (content, tokenizer, split and seq_len)",
 }
+# what may change -> its name in messages
+FREE = {"optimizer": "optimizer.params", "scheduler": "scheduler"}
 
 
 @dataclass(frozen=True)
@@ -29,29 +37,28 @@ class Start:
 
     output: Path
     checkpoint: Path | None
+    saved: dict[str, Any] | None
+    """Facts of the checkpoint, as `CheckpointManager.save` was given them."""
     messages: tuple[str, ...]
 
 
-def decide_start(name: str, output: str | None, resume: str | None, facts: dict[str, Any]) -> Start:
+def decide_start(name: str, output: str | None, resume: str | None) -> Start:
     """Choose output folder and checkpoint on rank 0 and give the decision to all ranks.
 
     Args:
         name: the run's name, for the default folder `runs/<name>-<time>`.
         output: folder asked for, or None.
         resume: None, "auto" or a path.
-        facts: of this run, compared with the checkpoint's: the keys of `SAME`.
 
     Raises:
-        ConfigError: on every rank: the folder holds another run, the checkpoint is unusable or does not fit.
+        ConfigError: on every rank: the folder holds another run or cannot be written, the checkpoint is unusable.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = _decide(name, output, resume, facts)
+            outcome[0] = _decide(name, output, resume)
         except ConfigError as error:
             outcome[1] = error.problems
-        except OSError as error:
-            outcome[1] = (f"output: {error}. Name a folder that can be written with --output",)
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise ConfigError(outcome[1])
@@ -59,29 +66,97 @@ def decide_start(name: str, output: str | None, resume: str | None, facts: dict[
     return start
 
 
-def _decide(name: str, output: str | None, resume: str | None, facts: dict[str, Any]) -> Start:
+def check_fit(start: Start, facts: dict[str, Any]) -> list[str]:
+    """Compare this run's facts with the checkpoint's; one line for each difference that is allowed.
+
+    Args:
+        facts: the keys of `SAME` and `FREE`, plain JSON types.
+
+    Raises:
+        ConfigError: what must be as it was is not; names every value then and now.
+    """
+    if start.saved is None:
+        return []
+    saved = start.saved
+    problems = [
+        f"--resume {start.checkpoint}: {where} was {then}, now {now}"
+        for key, words in SAME.items()
+        for where, then, now in _differences(words, saved.get(key), facts[key])
+    ]
+    if problems:
+        raise ConfigError([*problems, "A checkpoint continues on the layout that wrote it; restore the values named"])
+    return [
+        f"resume: {where} was {then}, now {now}: the new value holds from here on"
+        for key, words in FREE.items()
+        for where, then, now in _differences(words, saved.get(key), facts[key])
+    ]
+
+
+def _differences(where: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each value that differs, by its path; absent ones are None."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**then, **now}:
+            yield from _differences(f"{where}.{key}", then.get(key), now.get(key))
+    elif then != now:
+        yield where, then, now
+
+
+def _decide(name: str, output: str | None, resume: str | None) -> Start:
     folder = Path(output) if output is not None else _default_output(name, resume)
-    checkpoint, messages = None, []
+    checkpoint, saved, messages = None, None, []
     if resume is not None:
         checkpoint, skipped = find_checkpoint(resume, folder)
         messages = [f"passed over: {problem}" for problem in skipped]
         if checkpoint is None:
             messages.append(f"--resume auto: no complete checkpoint in {folder / 'checkpoints'}; starting anew")
         else:
-            _check_fit(checkpoint, facts)
+            saved = read_facts(checkpoint)
             messages.append(f"resuming from {checkpoint}")
-    elif complete_checkpoints(folder / "checkpoints") or (folder / "metrics.jsonl").exists():
+            messages += _left_behind(checkpoint, folder)
+    own = checkpoint is not None and (folder / "checkpoints").absolute() == checkpoint.absolute().parent
+    if not own and resume != "auto" and _holds_run(folder):
+        go_on = "Add --resume to go on with it, or name" if resume is None else "The checkpoint is not its own; name"
+        raise ConfigError(f"--output {folder} already holds a run. {go_on} another folder")
+    _make_writable(folder)
+    return Start(folder, checkpoint, saved, tuple(messages))
+
+
+def _left_behind(checkpoint: Path, folder: Path) -> list[str]:
+    if (folder / "checkpoints").absolute() != checkpoint.absolute().parent:
+        return []
+    newer = [path.name for path in newer_than(folder / "checkpoints", step_of(checkpoint.absolute()))]
+    if not newer:
+        return []
+    return [f"{', '.join(newer)}: left behind by this resume; renamed abandoned-... at the next checkpoint"]
+
+
+def _holds_run(folder: Path) -> bool:
+    return bool(complete_checkpoints(folder / "checkpoints")) or (folder / "metrics.jsonl").exists()
+
+
+def _make_writable(folder: Path) -> None:
+    """Make the run's folders, and find out now whether they can be written.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    probe = folder / "checkpoints" / ".writable"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        at = f" ({error.filename})" if error.filename not in (None, str(folder), str(probe)) else ""
         raise ConfigError(
-            f"--output {folder} already holds a run. Add --resume to go on with it, or name another folder"
-        )
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return Start(folder, checkpoint, tuple(messages))
+            f"--output {folder}: cannot be written: {reason}{at}. Name a folder that can be made or written"
+        ) from error
 
 
 def _default_output(name: str, resume: str | None) -> Path:
     """`runs/<name>-<time>`, or the run that an explicit checkpoint or `auto` belongs to."""
     if resume not in (None, "auto"):
-        path = Path(str(resume))
+        path = Path(str(resume)).absolute()
         for folder in (path, path.parent, path.parent.parent):
             if (folder / "checkpoints").is_dir():
                 return folder
@@ -95,14 +170,3 @@ def _default_output(name: str, resume: str | None) -> Path:
         if earlier:
             return earlier[-1]
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _check_fit(checkpoint: Path, facts: dict[str, Any]) -> None:
-    saved = read_facts(checkpoint)
-    problems = [
-        f"--resume {checkpoint}: {words} was {saved.get(key)}, now {facts[key]}"
-        for key, words in SAME.items()
-        if saved.get(key) != facts[key]
-    ]
-    if problems:
-        raise ConfigError([*problems, "A checkpoint continues on the layout that wrote it; restore the values named"])

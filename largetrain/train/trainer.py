@@ -18,6 +18,8 @@ class Stream(Protocol):
 
     def __iter__(self) -> "Stream": ...
 
+    def close(self) -> None: ...
+
 
 class Trainer:
     """Runs updates until `total_steps`.
@@ -44,15 +46,25 @@ class Trainer:
         self.total_steps, self.global_batch, self.callbacks = total_steps, global_batch, callbacks
 
     def fit(self) -> TrainState:
-        """Train to the end; callbacks raise to stop the run early."""
-        for callback in self.callbacks:
-            callback.on_start(self.state.step)
-        while self.state.step < self.total_steps:
-            moment = self._update()
+        """Train to the end; a callback that raises stops the run.
+
+        However it ends, the loader's processes are gone and every callback was told.
+        """
+        try:
             for callback in self.callbacks:
-                callback.on_step(moment)
-        for callback in self.callbacks:
-            callback.on_end(self.state.step)
+                callback.on_start(self.state.step)
+            while self.state.step < self.total_steps:
+                moment = self._update()
+                for callback in self.callbacks:
+                    callback.on_step(moment)
+            for callback in self.callbacks:
+                callback.on_end(self.state.step)
+        except BaseException:
+            for callback in self.callbacks:
+                callback.on_failure(self.state.step)
+            raise
+        finally:
+            self.stream.close()
         return self.state
 
     def _update(self) -> Moment:
