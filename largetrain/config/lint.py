@@ -179,6 +179,13 @@ def _optimizer(document: Document) -> Iterator[Finding]:
     if not entry["zero"] and stage_of(document) in (1, 2, 3) and not allowed:
         text = f'{name} with ZeRO needs "zero_allow_untested_optimizer": true at the top level.'
         yield ("optimizer", "type"), text
+    momentum, dampening = (document.get(("optimizer", "params", key), 0) for key in ("momentum", "dampening"))
+    if (
+        name == "SGD"
+        and document.get(("optimizer", "params", "nesterov")) is True
+        and (momentum == 0 or dampening != 0)
+    ):
+        yield ("optimizer", "params", "nesterov"), "needs a momentum above 0 and no dampening."
     amsgrad, torch_adam = (document.get(("optimizer", "params", key)) for key in ("amsgrad", "torch_adam"))
     if amsgrad is True and torch_adam is not True and name in ("Adam", "AdamW", "Lamb"):
         text = "is not supported by DeepSpeed's own Adam and Lamb; remove it (with Adam: or add torch_adam: true)."

@@ -250,7 +250,10 @@ def _signature_node(kind: Any) -> Node:
 
 def _by_default(default: Any) -> Node:
     """The type that a default suggests; a switch whose default is None may also be left to the class."""
-    for kind, name in ((bool, "boolean"), (int, "number"), (float, "number"), (list, "array")):
+    if isinstance(default, list):
+        items = {"type": ["number", "null"]}
+        return {"type": "array", "items": items, "minItems": len(default), "maxItems": len(default)}
+    for kind, name in ((bool, "boolean"), (int, "number"), (float, "number")):
         if isinstance(default, kind):
             return {"type": name}
     return {"type": ["boolean", "null"]} if default is None else {}

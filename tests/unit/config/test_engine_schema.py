@@ -164,6 +164,42 @@ def test_deepspeed_parses_every_value_of_every_key_that_the_lint_accepts():
     assert tried > 3000 and accepted > 800, (tried, accepted)
 
 
+@pytest.mark.parametrize("section", ["scheduler", "optimizer"])
+def test_the_classes_take_every_parameter_value_that_the_lint_accepts(section):
+    """DeepSpeed's schedules, each run for some steps, and the optimizers that come from torch.optim."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    def schedule(name: str, params: dict) -> None:
+        optimizer = torch.optim.Adam([weight], lr=1e-3)
+        scheduler = getattr(lr_schedules, name)(optimizer, **params)
+        for _ in range(20):
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] >= 0
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    needed = {"total_num_steps": 10, "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
+    known = engine_schema()[f"x-{section}s"]
+    if section == "optimizer":
+        known = {name: entry["classes"]["default"] for name, entry in known.items()
+                 if hasattr(torch.optim, name) and name not in ("Adam", "AdamW", "Muon")}  # fmt: skip
+    refused = []
+    for name, node in known.items():
+        for key, below in node["properties"].items():
+            for value in [*values(below), 1e-8, 0.5, [0.5, 1.5]]:
+                given = {part: needed[part] for part in node.get("required", ())} | {key: value}
+                config = {"optimizer": {"type": "AdamW"}, section: {"type": name, "params": given}}
+                lint = lint_engine(Document("f", config))
+                if lint.problems or value == "auto":
+                    continue
+                params = lint.data[section]["params"]
+                try:
+                    schedule(name, params) if section == "scheduler" else getattr(torch.optim, name)([weight], **params)
+                except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                    refused.append(f"{name} {key} = {value!r}: {error}")
+    assert refused == []
+
+
 def test_old_names_mean_the_same_under_their_new_name():
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -130,6 +130,10 @@ def only_problem(text: str) -> str:
         ),
         # more than one key
         (
+            '{"optimizer": {"type": "SGD", "params": {"lr": 1, "nesterov": true}}}',
+            "optimizer.params.nesterov: needs a momentum above 0 and no dampening.",
+        ),
+        (
             '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
             "train_batch_size: 10 is no multiple of 4 (train_micro_batch_size_per_gpu) x "
             "2 (gradient_accumulation_steps), so no number of ranks fits.",
