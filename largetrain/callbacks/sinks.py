@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,9 @@ class Terminal:
 
     def start(self, step: int) -> None:
         if self.stream.isatty():
-            self._bar = tqdm(total=self.total_steps, initial=step, file=self.stream, unit="step", dynamic_ncols=True)
+            # some terminals (containers, serial lines) say that they are 0 columns wide; tqdm would show nothing
+            width = {"dynamic_ncols": True} if os.get_terminal_size(self.stream.fileno()).columns else {"ncols": 100}
+            self._bar = tqdm(total=self.total_steps, initial=step, file=self.stream, unit="step", **width)
 
     def tick(self, step: int) -> None:
         if self._bar is not None:
