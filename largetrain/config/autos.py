@@ -71,6 +71,10 @@ class Autos:
             self._learning_rate(name)
         elif "lr" not in params and "lr" in defaults:
             self._put((*PARAMS, "lr"), defaults["lr"], f"not given; the default of {name}")
+        elif "lr" not in params:
+            text = f"the key lr is missing, and {name} has no default for it; write a number."
+            self.problems.append(self.engine.problem(PARAMS, text))
+            self.engine.set((*PARAMS, "lr"), 1e-3)  # a stand-in, so that the other mistakes are found too
         for key in ("betas", "eps", "weight_decay"):
             if params.get(key) == "auto":
                 if name in ADAMS and self.decoder is not None:
@@ -90,7 +94,7 @@ class Autos:
             reason = f"for {name}" if self.decoder is not None else "for a model of your own"
             text = f'"auto" is known for Adam and AdamW on the built-in decoder, not {reason}; write a number.'
             self.problems.append(self.engine.problem(path, text))
-            self.engine.set(path, 1e-3)
+            self.engine.set(path, 1e-3)  # a stand-in, so that the other mistakes are found too
             return
         count = self.decoder.parameter_count()
         size, rate = min(GPT3_LEARNING_RATES, key=lambda row: abs(math.log(row[0] / count)))

@@ -36,6 +36,8 @@ class Resolved:
             total_steps: optimizer updates of the whole run, at least 1.
         """
         assert total_steps >= 1, total_steps
+        if total_steps == self.total_steps:
+            return self
         engine = copy.deepcopy(self.engine)
         notes = (f"steps = {total_steps}", *complete_schedule(engine, total_steps))
         return dataclasses.replace(self, engine=engine, total_steps=total_steps, notes=(*self.notes, *notes))

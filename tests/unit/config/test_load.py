@@ -244,6 +244,7 @@ def test_schedule_autos_wait_for_the_data_with_epochs():
     assert (done.total_steps, params["total_num_steps"], params["warmup_num_steps"]) == (250, 250, 8)
     assert resolved.engine["scheduler"]["params"]["total_num_steps"] == "auto"
     assert "scheduler.params.warmup_num_steps = 8 (auto: 3 % of 250)" in done.notes
+    assert done.with_steps(250) is done
 
 
 @pytest.mark.parametrize("total", [1, 2, 33, 34, 100, 12345])
@@ -293,6 +294,13 @@ def test_absent_optimizer_and_rate_are_filled_in_visibly(write):
     resolved = load(write("ds.json", '{"optimizer": {"type": "AdamW"}}'), None)
     assert resolved.engine["optimizer"]["params"]["lr"] == 1e-3
     assert "optimizer.params.lr = 0.001 (not given; the default of AdamW)" in resolved.notes
+
+
+def test_an_optimizer_without_a_default_rate_needs_one():
+    assert mistakes(None, None, ["optimizer={type: Muon}"]) == [
+        "--set optimizer={type: Muon}: optimizer.params: the key lr is missing, and Muon has no default for it; "
+        "write a number."
+    ]
 
 
 # --- every accepted key changes behaviour or is refused ---
