@@ -22,8 +22,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--ops",
         default="all",
-        metavar="a,b|all|none",
-        help="operators to compile; all (default): those that training can use on this machine",
+        metavar="a,b|all|common|none",
+        help="operators to compile; all (default): those that training can use on this machine; common: AdamW's",
     )
     made.add_argument("--check", action="store_true", help="only report; exit code 1 when something is missing")
     made.add_argument("--undo", action="store_true", help="take `-m` out of the `deepspeed` command again")

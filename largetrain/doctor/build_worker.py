@@ -1,7 +1,7 @@
 """The process that imports DeepSpeed and runs its operator builders: `python -m largetrain.doctor.build_worker`.
 
-Arguments: `build` or `check`, then operator names or `all`. Standard output carries one JSON object per line (the
-fields of `ops.OpResult`, or `{"name", "state": "started"}`); whatever DeepSpeed and the compiler print goes to
+Arguments: `build` or `check`, then operator names, `all` or `common`. Standard output carries one JSON object per line
+(the fields of `ops.OpResult`, or `{"name", "state": "started"}`); whatever DeepSpeed and the compiler print goes to
 standard error.
 """
 
@@ -22,6 +22,8 @@ TRAINING_OPS = {
     "cpu": ("cpu_adam", "cpu_adagrad", "cpu_lion", "async_io"),
     "cuda": ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lamb", "fused_lion", "async_io"),
 }
+# Adam and AdamW, with and without offload: what the engine JSONs in ds_configs use.
+COMMON_OPS = {"cpu": ("cpu_adam",), "cuda": ("fused_adam", "cpu_adam")}
 ERROR_TAIL_LINES = 6
 
 
@@ -39,8 +41,9 @@ def main() -> int:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     device = get_accelerator().device_name()
-    if names == ["all"]:
-        names = list(TRAINING_OPS.get(device, TRAINING_OPS["cuda"]))
+    for word, groups in (("all", TRAINING_OPS), ("common", COMMON_OPS)):
+        if names == [word]:
+            names = list(groups.get(device, groups["cuda"]))
     for name in names:
         say(name=name, state="started")
         if name not in ALL_OPS:

@@ -68,7 +68,7 @@ def run_worker(
     """Check or compile operators in a worker process; yields each one's result when it is there.
 
     Args:
-        names: operators, or `["all"]` for what this machine's training can use.
+        names: operators, or `["all"]` for what this machine's training can use, or `["common"]` for AdamW's.
         heartbeat: called with the operator in work ("" before the first) and its seconds so far.
         build: False only says what would be compiled.
         log: receives everything that the compiler and DeepSpeed print.

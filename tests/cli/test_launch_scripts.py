@@ -131,7 +131,7 @@ def test_quickstart_prepares_then_trains_and_says_what_is_next(tmp_path, extras)
     done = launch(QUICKSTART, "--steps", "5", "--set", "data.source=my texts", VENV=venv)
     assert (done.returncode, done.stderr) == (0, "")
     assert calls(venv) == [
-        "largetrain setup",
+        "largetrain setup --ops common",
         "deepspeed --num_gpus=2 -m largetrain --ds_config ds_configs/zero2_fp32.json "
         "--config ds_configs/runs/demo.yaml --steps 5 --set data.source=my texts",
     ]

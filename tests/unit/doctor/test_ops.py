@@ -113,3 +113,13 @@ def test_checking_compiles_nothing_and_leaves_no_folder(tmp_path, monkeypatch):
     assert results["cpu_adam"].state == "stale"
     assert results["no_such_op"].state == "unusable" and "cpu_lion" in results["no_such_op"].detail
     assert not list((tmp_path / "extensions").iterdir())
+
+
+def test_common_and_all_name_operators_of_the_installed_deepspeed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = {
+        word: [item.name for item in run_worker([word], print, build=False, log=tmp_path / "log")]
+        for word in ("common", "all")
+    }
+    assert found == {"common": ["cpu_adam"], "all": ["cpu_adam", "cpu_adagrad", "cpu_lion", "async_io"]}
