@@ -5,6 +5,7 @@ Adds `-m` to the environment's `deepspeed` command and compiles the DeepSpeed op
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -100,6 +101,8 @@ def _operators(names: Sequence[str], build: bool) -> bool:
     log = build_root() / "largetrain-setup.log"
     _say(f"operators in {build_root()} (compiler output: {log}); the first time takes one to a few minutes each")
     results = []
+    # an exception unwinds through run_worker, which ends the compilers; the default action would leave them running
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for result in run_worker(names, _heartbeat, build=build, log=log):
         _say(_result_line(result))
         results.append(result)

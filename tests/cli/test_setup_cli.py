@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -164,3 +166,22 @@ def test_setup_itself_imports_neither_torch_nor_deepspeed():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_terminated_setup_takes_its_compilers_along(environment, tmp_path):
+    stand_in = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    program = (
+        "import functools, sys; from largetrain.cli import setup;"
+        f"setup.run_worker = functools.partial(setup.run_worker, command=(sys.executable, '-c', {stand_in!r}));"
+        "sys.exit(setup.run([]))"
+    )
+    extensions = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    with subprocess.Popen([str(environment / "bin" / "python"), "-c", program], env=os.environ | extensions) as process:
+        pid = tmp_path / "pid"
+        deadline = time.monotonic() + 30
+        while not (pid.exists() and pid.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid.read_text()}").exists()
