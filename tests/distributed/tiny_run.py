@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,8 @@ def train(
     callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Run on this rank, from `folder`'s files, until `steps`, an error or `stop_after`."""
+    # a rank inherits the harness's way to start processes, in which each loader process would import torch again
+    multiprocessing.set_start_method("fork", force=True)
     outcome = Outcome()
     world = launch_world()
     resolved = load(
