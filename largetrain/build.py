@@ -120,7 +120,9 @@ def _backend(resolved: Resolved, data: DataBundle, device: torch.device) -> deep
     torch.manual_seed(resolved.run.seed)
     with deepspeed_backend.sharded_construction(resolved.engine):
         model = build_model(resolved)
-    task = LanguageModeling(resolved.run.model.loss_chunk_tokens, data.info.bytes_per_token)
+    chunk_tokens = resolved.run.model.loss_chunk_tokens
+    assert isinstance(chunk_tokens, int), "auto is resolved"
+    task = LanguageModeling(chunk_tokens, data.info.bytes_per_token)
     backend = deepspeed_backend.DeepSpeedBackend(model, task, resolved.engine, device)
     seed_rank(resolved.run.seed, dist.get_rank())
     return backend

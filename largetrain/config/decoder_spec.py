@@ -143,6 +143,7 @@ _SIZE_KEYS = (
     "norm_eps",
     "rope_theta",
 )
+CHUNK_LOGITS = 2**26  # 256 MiB in fp32
 # With `target`, the data still need the sample length and the vocabulary, and logits are still reduced in chunks.
 _USED_WITH_TARGET = {"target", "args", "seq_len", "vocab_size", "loss_chunk_tokens"}
 
@@ -155,6 +156,13 @@ def default_ffn_hidden(style: str, hidden: int) -> int:
     if style == "llama":
         return (8 * hidden + 3 * 64 - 1) // (3 * 64) * 64
     return 4 * hidden
+
+
+def loss_chunk_tokens(model: ModelConfig, vocab_size: int) -> int:
+    """Tokens per chunk of head and loss: as written, or for `auto` as many as keep a chunk at CHUNK_LOGITS."""
+    if model.loss_chunk_tokens != "auto":
+        return model.loss_chunk_tokens
+    return max(1, CHUNK_LOGITS // vocab_size)
 
 
 def resolve_decoder(model: ModelConfig, vocab_size: int) -> DecoderSpec:
@@ -187,7 +195,7 @@ def resolve_decoder(model: ModelConfig, vocab_size: int) -> DecoderSpec:
         vocab_size=vocab_size,
         dropout=model.dropout,
         activation_checkpointing=model.activation_checkpointing,
-        loss_chunk_tokens=model.loss_chunk_tokens,
+        loss_chunk_tokens=loss_chunk_tokens(model, vocab_size),
         **sizes,
     )
 

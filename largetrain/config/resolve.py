@@ -6,7 +6,7 @@ from typing import Any
 
 from largetrain.config.autos import Autos, complete_schedule
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
-from largetrain.config.decoder_spec import DecoderSpec, resolve_decoder, target_problems
+from largetrain.config.decoder_spec import DecoderSpec, loss_chunk_tokens, resolve_decoder, target_problems
 from largetrain.config.document import Document
 from largetrain.config.honoured import ineffective_keys, refused_keys
 from largetrain.config.new_names import use_new_names
@@ -70,6 +70,7 @@ def _model(
             size = vocab_size_of(run.data.tokenizer)
             notes.append(f"model.vocab_size = {size} (auto: the tokenizer {run.data.tokenizer})")
             run = _with(run, "model", vocab_size=size)
+        run = _with(run, "model", loss_chunk_tokens=loss_chunk_tokens(run.model, size))
         _check_vocabulary(run, size)
         if run.model.target is not None:
             problems += [_placed(document, line) for line in target_problems(run.model)]

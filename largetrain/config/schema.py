@@ -10,7 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 STRICT = ConfigDict(
-    extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    extra="forbid",
+    strict=True,
+    frozen=True,
+    use_attribute_docstrings=True,
+    allow_inf_nan=False,
+    protected_namespaces=(),
 )
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -42,9 +47,9 @@ class ModelConfig(Section):
     heads: PositiveInt | None = None
     """Attention heads; must divide `hidden`."""
     kv_heads: PositiveInt | None = None
-    """Key/value heads (grouped-query attention); must divide `heads`."""
+    """Key/value heads (grouped-query attention); must divide `heads`. Absent: as `heads` when that is given."""
     ffn_hidden: PositiveInt | None = None
-    """Inner width of the feed-forward layer."""
+    """Inner width of the feed-forward layer. Absent: follows `hidden` or `style` when one of them is given."""
     seq_len: PositiveInt | None = None
     """Tokens per sample, and the longest context."""
     tie_embeddings: bool | None = None
@@ -57,8 +62,9 @@ class ModelConfig(Section):
     """Base of the rotary frequencies (`llama`)."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass instead of keeping them."""
-    loss_chunk_tokens: PositiveInt = 1024
-    """Tokens per chunk of the output head and loss, so that the full logits never exist at once."""
+    loss_chunk_tokens: PositiveInt | Auto = "auto"
+    """Tokens per chunk of the output head and loss, so that large logits never exist at once; `auto`: as many as make
+    64 Mi logits, 256 MiB in fp32. A batch that needs several chunks computes the head twice."""
 
 
 class DataConfig(Section):
@@ -69,9 +75,11 @@ class DataConfig(Section):
     validation: str | list[str] | None = None
     """Separate validation files; absent: `validation_fraction` of the documents of `source`."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of documents held out for validation when `validation` is absent."""
+    """Share held out when `validation` is absent: documents chosen by content, or the end of the text where there are
+    too few of them."""
     tokenizer: str = "bytes"
-    """`bytes` (256 values and an end-of-text token), or the path of a Hugging Face `tokenizer.json`."""
+    """`bytes` (256 values and an end-of-text token), or the path of a Hugging Face `tokenizer.json`; its end-of-text
+    token comes from `tokenizer_config.json` beside it or from the usual names."""
     text_key: str = "text"
     """Key of the text in each JSON line."""
     on_bad_input: Literal["error", "skip"] = "error"

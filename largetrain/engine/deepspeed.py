@@ -46,8 +46,8 @@ def served_config(engine_config: dict[str, Any]) -> tuple[dict[str, Any], list[s
     if stage_of(served) == 0 and dtype_of(served) != torch.float32:
         served.setdefault("zero_optimization", {})["stage"] = 1
         notes.append(
-            "ZeRO stage 0 in half precision is run as stage 1: the same update with less memory; "
-            "DeepSpeed 0.19's stage 0 does not scale the fp16 loss nor use its hysteresis, nor stop at its floor"
+            "ZeRO stage 0 in half precision is run as stage 1: the same update with less memory; DeepSpeed 0.19's "
+            "stage 0 does not scale the fp16 loss, and reports no gradient norm"
         )
     if stage_of(served) == 0:
         served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients

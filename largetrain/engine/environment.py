@@ -20,6 +20,8 @@ def prepare(*, rank: int, local_rank: int, world_size: int, timeout_s: int, verb
     """
     if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # spares the accelerator probe and its warning
+    # an operator that is built or looked up at run time must meet this environment's ninja: another one builds anew
+    os.environ["PATH"] = f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     _quiet(verbose)
     import deepspeed.comm
     from deepspeed.accelerator import get_accelerator
