@@ -59,6 +59,7 @@ def training_arguments(job: Job, folder: str) -> TrainingArguments:
         max_grad_norm=job.engine["gradient_clipping"],
         fp16=job.engine.get("fp16", {}).get("enabled", False),
         bf16=job.engine.get("bf16", {}).get("enabled", False),
+        warmup_steps=job.engine["scheduler"]["params"]["warmup_num_steps"],
         max_steps=job.steps,
         seed=job.seed,
         logging_steps=LOG_EVERY,
