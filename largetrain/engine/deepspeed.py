@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
-from largetrain.engine.optimizers import cpu_optimizer, skip_infinite_updates
+from largetrain.engine.optimizers import check_optimizer, cpu_optimizer, skip_infinite_updates
 from largetrain.engine.saving import failures_kept
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.tasks.base import Task
@@ -89,6 +89,7 @@ class DeepSpeedBackend:
         import deepspeed
 
         served, self.notes = served_config(engine_config)
+        self.notes += check_optimizer(served, device.type)
         self.dtype, self.stage = dtype_of(engine_config), stage_of(served)
         self.task, self.device = task, device
         self.accumulation = int(served["gradient_accumulation_steps"])

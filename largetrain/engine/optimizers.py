@@ -1,11 +1,14 @@
-"""Optimizers on a CPU without compiling anything, and the check that DeepSpeed leaves out at fp32 stage 0."""
+"""Optimizers: what cannot work is refused, nothing is compiled on a CPU, and fp32 stage 0 skips bad updates."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from largetrain.errors import ConfigError
 
 # torch's fused kernels take these; anything else (bias_correction, ...) is DeepSpeed's own optimizer's business
 ADAM_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam"})
@@ -31,6 +34,42 @@ class FusedAdamW(torch.optim.AdamW):
         _ADAM_UPDATE(self)
 
 
+def check_optimizer(engine_config: dict[str, Any], device_type: str) -> list[str]:
+    """Refuse an optimizer that DeepSpeed 0.19 would stop at with a traceback; give notes on the others.
+
+    Args:
+        device_type: of torch.device, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the reason and the way out.
+    """
+    name, zero = str(engine_config["optimizer"]["type"]), engine_config.get("zero_optimization", {})
+    kind, stage, place = name.lower(), int(zero.get("stage", 0)), "optimizer.type"
+    if kind == "lamb" and device_type == "cpu":
+        raise ConfigError(f"{place}: DeepSpeed has no {name} for CPUs; write AdamW, or run it on a GPU.")
+    if kind == "lion" and device_type == "cpu" and not _offloads_optimizer(engine_config):
+        raise ConfigError(
+            f"{place}: DeepSpeed has {name} for CPUs only as the optimizer that state is offloaded to; write AdamW, "
+            f'or at stages 1-3 add zero_optimization.offload_optimizer: {{"device": "cpu"}}.'
+        )
+    if kind in ("muadam", "muadamw", "musgd") and importlib.util.find_spec("mup") is None:
+        raise ConfigError(f"{place}: {name} is in the package mup, which is not installed; pip install mup.")
+    if kind == "sparseadam":
+        raise ConfigError(f"{place}: {name} takes sparse gradients, which no model here makes; write Adam.")
+    if kind == "muon" and stage == 3 and zero.get("reduce_scatter", True):
+        raise ConfigError("zero_optimization.reduce_scatter: Muon at stage 3 needs whole gradients; write false.")
+    if kind == "adafactor" and stage >= 1:
+        return [f"{name} sees flat partitions of the weights at stage {stage}: its second moment is not factored"]
+    if kind == "muon" and stage >= 1:
+        return [f"at stage {stage} grad_norm and gradient_clipping concern Muon's update, no longer the gradient"]
+    return []
+
+
+def _offloads_optimizer(engine_config: dict[str, Any]) -> bool:
+    offload = engine_config.get("zero_optimization", {}).get("offload_optimizer", {})
+    return isinstance(offload, dict) and offload.get("device", "none") != "none"
+
+
 def cpu_optimizer(engine_config: dict[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
     """torch's fused Adam or AdamW for the JSON's optimizer section, or None when DeepSpeed's own is needed.
 
@@ -39,9 +78,7 @@ def cpu_optimizer(engine_config: dict[str, Any], parameters: Sequence[nn.Paramet
     """
     section = engine_config["optimizer"]
     name, params = str(section["type"]).lower(), dict(section.get("params", {}))
-    offload = engine_config.get("zero_optimization", {}).get("offload_optimizer", {})
-    offloaded = isinstance(offload, dict) and offload.get("device", "none") != "none"
-    if name not in ("adam", "adamw") or offloaded or not ADAM_KEYS.issuperset(params):
+    if name not in ("adam", "adamw") or _offloads_optimizer(engine_config) or not ADAM_KEYS.issuperset(params):
         return None
     decoupled = name == "adamw" or params.get("adam_w_mode", True)
     arguments = {key: value for key, value in params.items() if key not in ("adam_w_mode", "torch_adam")}
