@@ -1,12 +1,20 @@
 """`largetrain train`: resolve the configuration, build the run, train."""
 
 import gc
+import re
 from collections.abc import Sequence
 
 from largetrain.cli.arguments import load_from_args, train_parser
 from largetrain.config.resolved import Resolved
 from largetrain.config.world import World, launch_world
-from largetrain.errors import EXIT_DONE
+from largetrain.errors import EXIT_DONE, LargetrainError
+
+# how gloo words that the other end of a connection is gone
+PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+
+
+class PeerLostError(LargetrainError):
+    """Another rank ended in the middle of a collective; what ended it is in that rank's own output."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -15,6 +23,10 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: the user's files, flags, data or checkpoint are wrong; nothing heavy has begun.
         DivergedError: see `callbacks.periodic.Guard`.
+        PeerLostError: another rank ended while this one waited for it.
+
+    Ctrl-C: without a launcher the exit code is 130. `deepspeed` ends its ranks and dies of the signal (130 in a
+    shell); torchrun ends them and returns 1.
     """
     options = train_parser("largetrain train").parse_args(argv)
     world = launch_world()
@@ -25,7 +37,14 @@ def run(argv: Sequence[str]) -> int:
 
             print(readable(resolved), end="")
         return EXIT_DONE
-    return _train(resolved, world, options.resume, options.verbose)
+    try:
+        return _train(resolved, world, options.resume, options.verbose)
+    except RuntimeError as error:
+        if world.world_size == 1 or not PEER_LOST.search(str(error)):
+            raise
+        raise PeerLostError(
+            f"this rank stops because another one has ended, whose message or traceback tells why ({error})"
+        ) from error
 
 
 def _train(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
