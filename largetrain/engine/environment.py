@@ -82,12 +82,11 @@ def _single_process_rendezvous(rank: int, local_rank: int, world_size: int) -> d
 
 
 def _quiet(verbose: bool) -> None:
-    """Silence DeepSpeed's own log lines and torch's warnings about it unless asked for."""
-    if verbose:
-        return
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*|deepspeed\..*")
+    """Silence DeepSpeed's own log lines and torch's warnings about it, or let all of them through when asked for."""
+    if not verbose:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\..*|deepspeed\..*")
     import deepspeed.utils.logging as chatter
 
-    chatter.logger.setLevel(logging.ERROR)
-    chatter.set_log_level_from_string("error")
+    chatter.logger.setLevel(logging.INFO if verbose else logging.ERROR)
+    chatter.set_log_level_from_string("info" if verbose else "error")
