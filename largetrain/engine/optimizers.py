@@ -49,8 +49,8 @@ def check_optimizer(engine_config: dict[str, Any], device_type: str) -> list[str
         raise ConfigError(f"{place}: DeepSpeed has no {name} for CPUs; write AdamW, or run it on a GPU.")
     if kind == "lion" and device_type == "cpu" and not _offloads_optimizer(engine_config):
         raise ConfigError(
-            f"{place}: DeepSpeed has {name} for CPUs only as the optimizer that state is offloaded to; write AdamW, "
-            f'or at stages 1-3 add zero_optimization.offload_optimizer: {{"device": "cpu"}}.'
+            f'{place}: DeepSpeed has {name} for CPUs only with zero_optimization.offload_optimizer: {{"device": "cpu"}}, '
+            f"at stages 1-3; add that, or write AdamW."
         )
     if kind in ("muadam", "muadamw", "musgd") and importlib.util.find_spec("mup") is None:
         raise ConfigError(f"{place}: {name} is in the package mup, which is not installed; pip install mup.")
@@ -74,10 +74,13 @@ def cpu_optimizer(engine_config: dict[str, Any], parameters: Sequence[nn.Paramet
     """torch's fused Adam or AdamW for the JSON's optimizer section, or None when DeepSpeed's own is needed.
 
     DeepSpeed's FusedAdam compiles a C++ op for 90 s to run the same update; with optimizer offload its
-    CPUAdam is the point, so that is left alone.
+    CPUAdam is the point, so that is left alone. For Muon, which brings an Adam of its own for what is no matrix,
+    `engine_config` is changed to say so.
     """
     section = engine_config["optimizer"]
     name, params = str(section["type"]).lower(), dict(section.get("params", {}))
+    if name == "muon" and not _offloads_optimizer(engine_config):
+        section["params"] = {"torch_adam": True, **params}  # else it compiles FusedAdam for norms and embeddings
     if name not in ("adam", "adamw") or _offloads_optimizer(engine_config) or not ADAM_KEYS.issuperset(params):
         return None
     decoupled = name == "adamw" or params.get("adam_w_mode", True)
