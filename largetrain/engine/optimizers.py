@@ -49,8 +49,8 @@ def check_optimizer(engine_config: dict[str, Any], device_type: str) -> list[str
         raise ConfigError(f"{place}: DeepSpeed has no {name} for CPUs; write AdamW, or run it on a GPU.")
     if kind == "lion" and device_type == "cpu" and not _offloads_optimizer(engine_config):
         raise ConfigError(
-            f'{place}: DeepSpeed has {name} for CPUs only with zero_optimization.offload_optimizer: {{"device": "cpu"}}, '
-            f"at stages 1-3; add that, or write AdamW."
+            f"{place}: DeepSpeed has {name} for CPUs only with zero_optimization.offload_optimizer: "
+            f'{{"device": "cpu"}}, at stages 1-3; add that, or write AdamW.'
         )
     if kind in ("muadam", "muadamw", "musgd") and importlib.util.find_spec("mup") is None:
         raise ConfigError(f"{place}: {name} is in the package mup, which is not installed; pip install mup.")
