@@ -66,15 +66,6 @@ def sharded_construction(engine_config: dict[str, Any]) -> AbstractContextManage
     return deepspeed.zero.Init(config_dict_or_path=served, dtype=dtype_of(engine_config))
 
 
-def whole_parameters(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Context in which the given parameters are whole on every rank; what rank 0 writes into them is kept on all."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-
-
 class DeepSpeedBackend:
     """Runs optimizer steps through a DeepSpeed engine.
 

@@ -76,11 +76,12 @@ def test_masks_are_the_same_in_every_run_and_go_on_after_resume(tmp_path):
 
 def initial_weights(folder, sets):
     """Whole fp32 weights before the first update, on this rank."""
+    import deepspeed
+
     from largetrain.build import _backend
     from largetrain.config.load import load
     from largetrain.config.world import launch_world
     from largetrain.data.build import build_data
-    from largetrain.engine.deepspeed import whole_parameters
     from largetrain.engine.environment import prepare
 
     world = launch_world()
@@ -90,7 +91,8 @@ def initial_weights(folder, sets):
     backend = _backend(resolved, build_data(resolved), device)
     dist.barrier()
     parameters = dict(backend.engine.module.named_parameters())
-    with whole_parameters(list(parameters.values())):
+    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
         return {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
 
 
