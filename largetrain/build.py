@@ -38,6 +38,7 @@ class AlreadyComplete(LargetrainError):
     """The run that was to be resumed has no update left; not a failure, so that a job script may resume blindly."""
 
     exit_code = EXIT_DONE
+    on_all_ranks = True
 
 
 @dataclass(frozen=True)

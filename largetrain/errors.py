@@ -17,6 +17,8 @@ class LargetrainError(Exception):
     """Base of the errors that `main` turns into one message and an exit code."""
 
     exit_code = EXIT_INTERNAL
+    on_all_ranks = False
+    """Raised by every rank together, so that rank 0 alone prints it; else the rank that it hit prints it."""
 
 
 class ConfigError(LargetrainError):
@@ -26,6 +28,7 @@ class ConfigError(LargetrainError):
     """
 
     exit_code = EXIT_MISTAKE
+    on_all_ranks = True
 
     def __init__(self, problems: str | Iterable[str]):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -36,3 +39,4 @@ class DivergedError(LargetrainError):
     """Too many updates in a row were skipped for non-finite loss or gradients."""
 
     exit_code = EXIT_DIVERGED
+    on_all_ranks = True

@@ -22,6 +22,8 @@ from largetrain.errors import LargetrainError
 class CheckpointError(LargetrainError):
     """A checkpoint could not be written; raised on all ranks together, earlier checkpoints are intact."""
 
+    on_all_ranks = True
+
 
 class CheckpointManager:
     """Saves into and prunes one run's `checkpoints/` folder; every method is called on all ranks.

@@ -93,8 +93,9 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 def report(error: LargetrainError, env: Mapping[str, str] = os.environ) -> None:
     """Print an error once for all ranks of a launch.
 
-    Rank 0 prints. The others wait, so that the launcher hears of rank 0 first; a host whose ranks do not include
-    rank 0 prints its own, because its files may differ.
+    Rank 0 prints what all ranks raise together. A mistake makes the others wait, so that the launcher hears of rank 0
+    first; a host whose ranks do not include rank 0 prints its own, because its files may differ. What hits one rank
+    alone is printed by that rank.
     """
     rank, local_rank = env.get("RANK", "0"), env.get("LOCAL_RANK", "0")
     mistake = error.exit_code == EXIT_MISTAKE
@@ -102,7 +103,7 @@ def report(error: LargetrainError, env: Mapping[str, str] = os.environ) -> None:
         time.sleep(SILENT_WAIT_S)
         if local_rank != "0":
             return
-    elif rank != "0":
+    elif rank != "0" and error.on_all_ranks:
         return
     lines = error.problems if isinstance(error, ConfigError) else (str(error),)
     where = f" (rank {rank})" if rank != "0" else ""

@@ -16,6 +16,8 @@ PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 class PeerLostError(LargetrainError):
     """Another rank ended in the middle of a collective; what ended it is in that rank's own output."""
 
+    on_all_ranks = True  # all but the culprit: one line is enough
+
 
 def run(argv: Sequence[str]) -> int:
     """Train; torch and deepspeed are imported only once the configuration is known to be right.

@@ -102,6 +102,8 @@ def _threads(run: RunConfig, world: World, notes: list[str]) -> RunConfig:
     if run.runtime.threads != "auto":
         return run
     written = os.environ.get("OMP_NUM_THREADS", "")
+    if written == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        written = ""  # torchrun's own default, not the user's wish
     if written.isascii() and written.isdigit() and int(written) > 0:
         threads, why = int(written), "auto: OMP_NUM_THREADS"
     else:

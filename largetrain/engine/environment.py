@@ -54,7 +54,7 @@ def limit_timeouts(timeout_s: int) -> None:
     import torch.distributed as dist
 
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        dist.set_timeout(timedelta(seconds=timeout_s), group)
 
 
 def _spare_shared_memory_op() -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from largetrain import cli
 from largetrain.cli import main, report, without_local_rank
-from largetrain.errors import ConfigError, DivergedError
+from largetrain.errors import ConfigError, DivergedError, LargetrainError
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "deepspeed", "numpy", "rich")
@@ -183,6 +183,8 @@ def test_only_the_first_rank_of_a_host_reports(capsys, monkeypatch):
     assert capsys.readouterr().err == "largetrain (rank 8): x: y.\n"
     report(DivergedError("stopped"), {"RANK": "1", "LOCAL_RANK": "1"})
     assert capsys.readouterr().err == ""
+    report(LargetrainError("no room"), {"RANK": "1", "LOCAL_RANK": "1"})
+    assert capsys.readouterr().err == "largetrain (rank 1): no room\n"
     report(DivergedError("stopped"), {})
     assert capsys.readouterr().err == "largetrain: stopped\n"
 

@@ -183,8 +183,7 @@ def test_two_ranks_train_and_leave_nothing_behind(folder, launcher):
     assert config["batch"]["world_size"] == 2
     threads = config["run"]["runtime"]["threads"]
     assert result.count(f"runtime.threads = {threads} (auto: ") == 1
-    if launcher == "deepspeed":  # torchrun sets OMP_NUM_THREADS=1
-        assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
     assert result.end_s < 30  # with a launcher that looks once a second; 2-3 s on an idle machine
 
 

@@ -370,6 +370,14 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     assert load(None, None, ["model.vocab_size=320"]).decoder.vocab_size == 320
 
 
+def test_torchrun_s_own_single_thread_is_not_the_user_s_wish(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert load(None, None, world_size=2, local_world_size=2).run.runtime.threads == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert load(None, None, world_size=2, local_world_size=2).run.runtime.threads == 3
+
+
 @pytest.mark.parametrize(
     ("omp", "local_ranks", "threads"), [("5", 2, 5), (None, 1, 6), (None, 4, 1), (None, 100, 1), ("x", 2, 3)]
 )
