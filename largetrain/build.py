@@ -75,6 +75,7 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
     data = build_data(
         resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
     )
+    _agree_on_data(data)
     resolved = resolved.with_steps(data.info.total_steps)
     facts = _facts(resolved, data)
     changes = check_fit(start, facts)
@@ -129,6 +130,25 @@ def _backend(resolved: Resolved, data: DataBundle, device: torch.device) -> deep
     return backend
 
 
+def _agree_on_data(data: DataBundle) -> None:
+    """All ranks must see the same samples: each takes its share of one order.
+
+    Raises:
+        ConfigError: on all ranks, when they do not.
+    """
+    sizes = (len(data.train), len(data.validation) if data.validation is not None else 0, data.info.total_steps)
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (data.info.fingerprint, *sizes))
+    other = next((rank for rank, theirs in enumerate(seen) if theirs != seen[0]), None)
+    if other is not None:
+        words = "content {}, {} training samples, {} validation samples, {} updates"
+        raise ConfigError(
+            f"data: ranks see different data. Rank 0: {words.format(*seen[0])}; rank {other}: "
+            f"{words.format(*seen[other])}. Give every host the same files; a data.target must give every rank the "
+            f"whole dataset, which is then shared out"
+        )
+
+
 def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     """What a checkpoint says of its run beside the counters; compared on resume (`checkpoint/resume`)."""
     engine, batch = resolved.engine, resolved.batch
@@ -146,7 +166,8 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         "optimizer": engine["optimizer"].get("params", {}),
         "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
-        "model": resolved.run.model.model_dump(mode="json"),
+        # what only says how it is computed may change
+        "model": resolved.run.model.model_dump(mode="json", exclude={"activation_checkpointing", "loss_chunk_tokens"}),
         "data": data.info.fingerprint or resolved.run.data.model_dump(mode="json", exclude={"workers", "cache"}),
         "versions": {"largetrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -84,7 +84,7 @@ class Recorder(Callback):
     def flush(self) -> None:
         """Write the rows of all updates since the last flush; collective, all ranks call it at the same step."""
         if self._pending:
-            self._write_pending(_memory_of_ranks())
+            self._write_pending(_memory_of_ranks(self._pending[0][0].result.loss.device))
 
     def _write_pending(self, memory_bytes: list[int] | None) -> None:
         pending, self._pending = self._pending, []
@@ -133,10 +133,10 @@ class Recorder(Callback):
         return row
 
 
-def _memory_of_ranks() -> list[int]:
+def _memory_of_ranks(device: torch.device) -> list[int]:
     """Peak bytes of each rank: of the device's allocator on CUDA, resident set of the process on a CPU."""
-    if torch.cuda.is_available():
-        mine = torch.tensor([torch.cuda.max_memory_allocated()], dtype=torch.int64, device="cuda")
+    if device.type == "cuda":
+        mine = torch.tensor([torch.cuda.max_memory_allocated(device)], dtype=torch.int64, device=device)
     else:
         import resource
 

@@ -1,5 +1,6 @@
 """`largetrain train`: resolve the configuration, build the run, train."""
 
+import errno
 import gc
 import re
 from collections.abc import Sequence
@@ -41,6 +42,10 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_DONE
     try:
         return _train(resolved, world, options.resume, options.verbose)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise LargetrainError(f"{error}. Free space, then go on from the last checkpoint with --resume") from error
     except RuntimeError as error:
         if world.world_size == 1 or not PEER_LOST.search(str(error)):
             raise

@@ -23,7 +23,7 @@ TRAINING_OPS = {
     "cuda": ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lamb", "fused_lion", "async_io"),
 }
 # Adam and AdamW, with and without offload: what the engine JSONs in ds_configs use.
-COMMON_OPS = {"cpu": ("cpu_adam",), "cuda": ("fused_adam", "cpu_adam")}
+COMMON_OPS = {"cpu": ("cpu_adam",), "cuda": ("cpu_adam",)}
 ERROR_TAIL_LINES = 6
 
 

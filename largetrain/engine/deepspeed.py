@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
-from largetrain.engine.optimizers import check_optimizer, cpu_optimizer, skip_infinite_updates
+from largetrain.engine.optimizers import check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.saving import failures_kept
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.tasks.base import Task
@@ -87,7 +87,7 @@ class DeepSpeedBackend:
         self.data_parallel = dist.get_world_size()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with spared_compiler_imports(served):
-            optimizer = cpu_optimizer(served, parameters) if device.type == "cpu" else None
+            optimizer = torch_adam(served, parameters)
             if optimizer is not None:
                 served.pop("optimizer")
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
@@ -143,22 +143,28 @@ class DeepSpeedBackend:
         micro-batch weighs by what it holds. DeepSpeed divides by accumulation and by ranks; the factor undoes both.
         """
         batches = [next(micro_batches) for _ in range(self.accumulation)]
-        totals = torch.tensor(sum(self.task.weight(batch) for batch in batches), dtype=torch.int64, device=self.device)
-        dist.all_reduce(totals)
-        tokens = int(totals)
-        factor = self.accumulation * self.data_parallel / max(tokens, 1)
+        # both sums over ranks travel while this rank computes: awaited on the spot, each would stop all ranks
+        count = torch.tensor(sum(self.task.weight(batch) for batch in batches), dtype=torch.int64, device=self.device)
+        counting = dist.all_reduce(count, async_op=True)
         lr, scale = self.lr, self.loss_scale
         losses: list[Tensor] = []
         for batch in batches:
             with self._arithmetic():
                 loss_sum = self.task.loss_sum(self.engine, self._to_device(batch))
-                losses.append(loss_sum.detach())
-                # a non-finite loss can have finite gradients; DeepSpeed only looks at those, so make them NaN too
-                poison = torch.where(torch.isfinite(losses[-1]), 1.0, torch.nan)
-                self.engine.backward(loss_sum * (poison * factor))
+            losses.append(loss_sum.detach())
+            if len(losses) == 1:
+                counting.wait()
+                weight = self.accumulation * self.data_parallel / count.clamp(min=1).double()
+            if len(losses) == self.accumulation:
+                loss = torch.stack(losses).sum()
+                summing = dist.all_reduce(loss, async_op=True)
+            # a non-finite loss can have finite gradients; DeepSpeed only looks at those, so make them NaN too
+            factor = torch.where(torch.isfinite(losses[-1]), weight, torch.nan).float()
+            with self._arithmetic():
+                self.engine.backward(loss_sum * factor)
             self.engine.step()
-        loss = torch.stack(losses).sum()
-        dist.all_reduce(loss)
+        summing.wait()
+        tokens = int(count)
         applied = bool(self.engine.was_step_applied())
         exhausted = False
         if self._scale_is_dynamic:

@@ -1,4 +1,4 @@
-"""Optimizers: what cannot work is refused, nothing is compiled on a CPU, and fp32 stage 0 skips bad updates."""
+"""Optimizers: what cannot work is refused, Adam compiles nothing, and fp32 stage 0 skips bad updates."""
 
 import importlib.util
 import inspect
@@ -10,8 +10,10 @@ from torch import nn
 
 from largetrain.errors import ConfigError
 
-# torch's fused kernels take these; anything else (bias_correction, ...) is DeepSpeed's own optimizer's business
-ADAM_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam"})
+# torch's fused kernels take these; anything else (bias_correction: false, ...) is DeepSpeed's own optimizer's business
+ADAM_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
+# DeepSpeed's switches that make no difference to this choice
+ADAM_SWITCHES = frozenset({"adam_w_mode", "torch_adam", "fp32_optimizer_states"})
 
 
 # torch's own update without the decorator that imports its compiler (2.5 s) at the first step
@@ -70,21 +72,23 @@ def _offloads_optimizer(engine_config: dict[str, Any]) -> bool:
     return isinstance(offload, dict) and offload.get("device", "none") != "none"
 
 
-def cpu_optimizer(engine_config: dict[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
+def torch_adam(engine_config: dict[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
     """torch's fused Adam or AdamW for the JSON's optimizer section, or None when DeepSpeed's own is needed.
 
-    DeepSpeed's FusedAdam compiles a C++ op for 90 s to run the same update; with optimizer offload its
-    CPUAdam is the point, so that is left alone. For Muon, which brings an Adam of its own for what is no matrix,
-    `engine_config` is changed to say so.
+    DeepSpeed's FusedAdam compiles an op to run the same update: 90 s on a CPU, and on a GPU it needs a CUDA toolkit,
+    which a torch from pip does not bring. With optimizer offload its CPUAdam is the point, so that is left alone.
+    For Muon, which brings an Adam of its own for what is no matrix, `engine_config` is changed to say so.
     """
     section = engine_config["optimizer"]
     name, params = str(section["type"]).lower(), dict(section.get("params", {}))
     if name == "muon" and not _offloads_optimizer(engine_config):
         section["params"] = {"torch_adam": True, **params}  # else it compiles FusedAdam for norms and embeddings
-    if name not in ("adam", "adamw") or _offloads_optimizer(engine_config) or not ADAM_KEYS.issuperset(params):
+    arguments = {key: value for key, value in params.items() if key not in ADAM_SWITCHES}
+    if arguments.get("bias_correction") is True:  # the default
+        del arguments["bias_correction"]
+    if name not in ("adam", "adamw") or _offloads_optimizer(engine_config) or not ADAM_KEYS.issuperset(arguments):
         return None
     decoupled = name == "adamw" or params.get("adam_w_mode", True)
-    arguments = {key: value for key, value in params.items() if key not in ("adam_w_mode", "torch_adam")}
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     kind = FusedAdamW if decoupled else FusedAdam

@@ -1,9 +1,11 @@
 """Dense peak FLOP/s of known accelerators, from their makers' data sheets, for MFU."""
 
+import re
+
 import torch
 
 # tensor-core peak of dense half-precision products with fp32 accumulation, in TFLOP/s; NVIDIA's data sheets.
-# The first name that the device's name contains counts, so longer names stand first.
+# The first name that the device's name contains as whole words counts, so longer names stand first.
 HALF_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.4,
@@ -29,4 +31,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in HALF_TFLOPS.items() if known in name), None)
+    return next((tflops * 1e12 for known, tflops in HALF_TFLOPS.items() if _names(known, name)), None)
+
+
+def _names(known: str, name: str) -> bool:
+    """Whether `known` stands in the device's name as whole words: "A40" is not in "NVIDIA RTX A4000"."""
+    return re.search(rf"(?<!\w){re.escape(known)}(?!\w)", name) is not None

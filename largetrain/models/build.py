@@ -3,7 +3,8 @@
 What a user's class must do:
 - be a torch.nn.Module with at least one trainable parameter, built from the keyword arguments `model.args`;
 - take `(input_ids, labels)` in forward: both [micro_batch, seq_len] int64, labels already shifted, -100 masked;
-- return `(loss_sum, token_count)`, the loss summed over valid labels in nats and their number, or logits
+- return `(loss_sum, token_count)`, the loss summed over valid labels in nats (in fp32: a sum over a thousand tokens
+  does not fit fp16) and their number, or logits
   [micro_batch, seq_len, vocab_size].
 For ZeRO-3 a module should initialise its own parameters in its own constructor and use them only in its own forward.
 """
@@ -84,7 +85,7 @@ def loss_from_output(output: object, labels: Tensor, chunk_tokens: int) -> tuple
     if isinstance(output, tuple) and len(output) == 2 and all(isinstance(t, Tensor) and t.dim() == 0 for t in output):
         loss_sum, token_count = output
         if loss_sum.is_floating_point() and not token_count.is_floating_point():
-            return loss_sum, token_count
+            return loss_sum.float(), token_count
     raise ConfigError(
         f"model.target: forward(input_ids, labels) returned {_describe(output)}; expected (loss_sum, token_count), a "
         f"0-d float and a 0-d integer tensor, or logits {[*labels.shape, 'vocab_size']}."

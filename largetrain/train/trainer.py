@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from largetrain.callbacks.base import Callback, Moment
@@ -60,8 +61,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self.state.step)
         except BaseException:
-            for callback in self.callbacks:
-                callback.on_failure(self.state.step)
+            with ExitStack() as told:  # every one, also after one that fails in its turn
+                for callback in reversed(self.callbacks):
+                    told.callback(callback.on_failure, self.state.step)
             raise
         finally:
             self.stream.close()
