@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,20 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True)
+class Launched:
+    """What was seen of a launch from outside."""
+
+    started: float
+    """Wall-clock time."""
+    seconds: float
+    """Until the launcher was gone."""
+    cpu_s: float
+    """Processor time of all its processes."""
+    leftovers: tuple[int, ...]
+    """Bytes of each file that it left in shared memory."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """One launch: seconds from starting the launcher, bytes."""
 
@@ -26,6 +42,8 @@ class Outcome:
     """Until rank 0 finished the first update."""
     total_s: float
     """Until the launcher was gone."""
+    cpu_s: float
+    """Processor time of launcher and ranks, start and end included; on a busy machine it says more than the rest."""
     tokens_per_s: float
     """Over the updates after the first `warm` ones, all ranks together."""
     step_s: float
@@ -101,17 +119,22 @@ def run_watched(
                     continue
             seconds, late = time.monotonic() - clock, process.poll() is None
         finally:
-            for pid in session_processes(process.pid):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+            _end_session(process.pid)
             process.wait()
     if late or process.returncode:
         reason = f"still running after {limit_s:.0f} s" if late else f"exit code {process.returncode}"
         tail = output.read_text(errors="replace")[-1500:]
         raise LaunchError(f"{' '.join(command)}: {reason}\n{tail}")
     return started, seconds, mapped
+
+
+def _end_session(session: int) -> None:
+    """Kill every process of a session, and wait until they are gone: orphans disappear a little later."""
+    while members := session_processes(session):
+        for pid in members:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def remove_leftovers(before: set[Path], mapped: set[Path], port: int) -> list[int]:
@@ -129,20 +152,20 @@ def remove_leftovers(before: set[Path], mapped: set[Path], port: int) -> list[in
     return sizes
 
 
-def launch(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, limit_s: float, port: int
-) -> tuple[float, float, list[int]]:
-    """`run_watched`, then clear the shared memory of what it left, also after a failure.
-
-    Returns:
-        wall-clock time at the start, seconds until the end, sizes of the files left behind.
-    """
+def launch(command: Sequence[str], environment: Mapping[str, str], folder: Path, limit_s: float, port: int) -> Launched:
+    """`run_watched`, then clear the shared memory of what it left, also after a failure."""
+    cpu_before = _cpu_of_children_s()
     before, mapped = set(SHARED_MEMORY.iterdir()), set[Path]()
     try:
         started, seconds, mapped = run_watched(command, environment, folder, limit_s)
     finally:
         sizes = remove_leftovers(before, mapped, port)
-    return started, seconds, sizes
+    return Launched(started, seconds, _cpu_of_children_s() - cpu_before, tuple(sizes))
+
+
+def _cpu_of_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def ranks_report(folder: Path) -> tuple[list[float], int, float]:
@@ -160,7 +183,7 @@ def largetrain_report(folder: Path) -> tuple[list[float], int, float]:
 
 def outcome(
     report: tuple[list[float], int, float],
-    launched: tuple[float, float, list[int]],
+    launched: Launched,
     tokens_per_update: int,
     warm: int,
 ) -> Outcome:
@@ -168,19 +191,20 @@ def outcome(
 
     Args:
         report: times of updates, peak bytes, first loss.
-        launched: start, seconds, sizes of leftovers.
+        launched: what was seen from outside.
         tokens_per_update: over all ranks.
         warm: updates at the beginning that do not count for the rate.
     """
-    (times, peak, loss), (started, seconds, sizes) = report, launched
+    times, peak, loss = report
     step_s = (times[-1] - times[warm - 1]) / (len(times) - warm)
     return Outcome(
-        first_update_s=times[0] - started,
-        total_s=seconds,
+        first_update_s=times[0] - launched.started,
+        total_s=launched.seconds,
+        cpu_s=launched.cpu_s,
         tokens_per_s=tokens_per_update / step_s,
         step_s=step_s,
         peak_bytes=peak,
-        leftover_bytes=sum(sizes),
-        leftovers=len(sizes),
+        leftover_bytes=sum(launched.leftovers),
+        leftovers=len(launched.leftovers),
         first_loss=loss,
     )

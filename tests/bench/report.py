@@ -29,10 +29,8 @@ def names_of(rounds: Rounds) -> list[str]:
 
 def medians(rounds: Rounds) -> list[str]:
     """One line per program."""
-    head = (
-        f"{'':34}{'tokens/s':>9}{'step ms':>9}{'peak MiB':>10}{'first s':>9}{'total s':>9}{'shm MiB':>9}{'loss 1':>8}"
-    )
-    lines = [head]
+    columns = ["tokens/s", "step ms", "peak MiB", "first s", "total s", "cpu s", "shm MiB", "loss 1"]
+    lines = [" " * 34 + "".join(f"{column:>9}" for column in columns)]
     for name in names_of(rounds):
         runs = [one[name] for one in rounds if name in one]
 
@@ -41,9 +39,9 @@ def medians(rounds: Rounds) -> list[str]:
 
         lines.append(
             f"{name:34}{mid(lambda o: o.tokens_per_s):9.0f}{mid(lambda o: o.step_s * 1e3):9.0f}"
-            f"{mid(lambda o: o.peak_bytes / MIB):10.0f}{mid(lambda o: o.first_update_s):9.1f}"
-            f"{mid(lambda o: o.total_s):9.1f}{mid(lambda o: o.leftover_bytes / MIB):9.0f}"
-            f"{mid(lambda o: o.first_loss):8.3f}"
+            f"{mid(lambda o: o.peak_bytes / MIB):9.0f}{mid(lambda o: o.first_update_s):9.1f}"
+            f"{mid(lambda o: o.total_s):9.1f}{mid(lambda o: o.cpu_s):9.1f}{mid(lambda o: o.leftover_bytes / MIB):9.0f}"
+            f"{mid(lambda o: o.first_loss):9.3f}"
         )
     return lines
 
