@@ -4,7 +4,8 @@
 class is something that happened to a correct run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 EXIT_DONE = 0
 EXIT_INTERNAL = 1
@@ -28,11 +29,21 @@ class ConfigError(LargetrainError):
     """
 
     exit_code = EXIT_MISTAKE
-    on_all_ranks = True
 
-    def __init__(self, problems: str | Iterable[str]):
+    def __init__(self, problems: str | Iterable[str], *, on_all_ranks: bool = False):
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.on_all_ranks = on_all_ranks
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def on_every_rank() -> Iterator[None]:
+    """Mark mistakes raised within (or by a function it decorates) as found by all ranks alike, so that one prints."""
+    try:
+        yield
+    except ConfigError as error:
+        error.on_all_ranks = True
+        raise
 
 
 class DivergedError(LargetrainError):

@@ -4,13 +4,14 @@ Commands are imported when they are called, so that `--help`, `config` and `chec
 """
 
 import importlib
+import io
 import os
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from largetrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_MISTAKE, ConfigError, LargetrainError
+from largetrain.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, LargetrainError
 
 # Command -> its module, which has `run(argv) -> exit code`, and its line of help.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -19,6 +20,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("largetrain.cli.check", "lint any DeepSpeed JSON, ours or not; exit code 0 or 2"),
     "setup": ("largetrain.cli.setup", "prepare this environment: compile operators, teach `deepspeed` the -m"),
 }
+# What only prints: when its reader (head, less) goes, nothing is lost. A training run is never in here.
+PRINTING_COMMANDS = ("config", "check")
+PRINTING_FLAGS = ("-h", "--help", "--version", "--dry-run")
 SILENT_WAIT_S = 2.0
 LOCAL_RANK_FLAG = re.compile(r"--local[_-]rank(=.*)?")
 
@@ -30,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None: those of this process.
     """
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is escaped, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(arguments)
     except LargetrainError as error:
@@ -38,9 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("largetrain: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output (head, less) has gone: nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _only_prints(arguments):
+            raise
+        discard_output()  # the reader (head, less) has gone: nothing is left to say
         return EXIT_DONE
+
+
+def _only_prints(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and (arguments[0] in PRINTING_COMMANDS or any(flag in arguments for flag in PRINTING_FLAGS))
+
+
+def discard_output() -> None:
+    """Let nothing more be written to a standard output without a reader; Python flushes it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -61,7 +79,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
         near = nearest(command, COMMANDS)
         hint = f" Did you mean {near}?" if near else ""
-        raise ConfigError(f"unknown command {command!r}; commands: {', '.join(COMMANDS)}.{hint}")
+        text = f"unknown command {command!r}; commands: {', '.join(COMMANDS)}.{hint}"
+        raise ConfigError(text, on_all_ranks=True)
     exit_code: int = importlib.import_module(COMMANDS[command][0]).run(rest)
     return exit_code
 
@@ -93,17 +112,17 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 def report(error: LargetrainError, env: Mapping[str, str] = os.environ) -> None:
     """Print an error once for all ranks of a launch.
 
-    Rank 0 prints what all ranks raise together. A mistake makes the others wait, so that the launcher hears of rank 0
-    first; a host whose ranks do not include rank 0 prints its own, because its files may differ. What hits one rank
-    alone is printed by that rank.
+    Rank 0 prints what all ranks raise together; of the others only the first of a host does when it is a mistake,
+    because the files of that host may differ. What hit one rank alone is printed by that rank. Any other rank than 0
+    waits with a mistake, so that a launcher hears of rank 0 first and ends the rest.
     """
-    rank, local_rank = env.get("RANK", "0"), env.get("LOCAL_RANK", "0")
-    mistake = error.exit_code == EXIT_MISTAKE
+    from largetrain.config.world import task_rank
+
+    rank, local_rank = task_rank(env), env.get("LOCAL_RANK", "0")
+    mistake = isinstance(error, ConfigError)
     if mistake and rank != "0":
         time.sleep(SILENT_WAIT_S)
-        if local_rank != "0":
-            return
-    elif rank != "0" and error.on_all_ranks:
+    if rank != "0" and error.on_all_ranks and not (mistake and env.get("RANK") and local_rank == "0"):
         return
     lines = error.problems if isinstance(error, ConfigError) else (str(error),)
     where = f" (rank {rank})" if rank != "0" else ""

@@ -1,6 +1,7 @@
 """The flags of a run, shared by `train` and `config`, and the step from flags to a resolved configuration."""
 
 import argparse
+import os
 from typing import Any, NoReturn
 
 from largetrain.config.document import nearest
@@ -20,7 +21,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{message}{self._hint(message)}. `{self.prog} --help` lists the flags.")
+        text = f"{message}{self._hint(message)}. `{self.prog} --help` lists the flags."
+        raise ConfigError(text, on_all_ranks=True)
 
     def _hint(self, message: str) -> str:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -60,7 +62,12 @@ def train_parser(prog: str) -> Parser:
     )
     add_run_arguments(parser)
     parser.add_argument(
-        "--resume", metavar="auto|PATH", nargs="?", const="auto", help="go on from the newest checkpoint, or from PATH"
+        "--resume",
+        metavar="auto|PATH",
+        nargs="?",
+        const="auto",
+        type=os.path.expanduser,
+        help="go on from the newest checkpoint, or from PATH",
     )
     parser.add_argument("--dry-run", action="store_true", help="resolve and print the configuration, then stop")
     parser.add_argument("--verbose", action="store_true", help="let DeepSpeed's own messages through")
@@ -71,8 +78,27 @@ def load_from_args(namespace: argparse.Namespace, world: World) -> Resolved:
     """Resolve the configuration that the flags of `add_run_arguments` describe.
 
     Raises:
-        ConfigError: all mistakes in the flags and the files.
+        ConfigError: all mistakes in the flags and the files, and a checkpoint to resume from that is not there.
     """
+    problems = _resume_problems(getattr(namespace, "resume", None))
+    try:
+        resolved = _load(namespace, world)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems], on_all_ranks=True) from None
+    if problems:
+        raise ConfigError(problems, on_all_ranks=True)
+    return resolved
+
+
+def _resume_problems(resume: str | None) -> list[str]:
+    if resume is None or resume == "auto" or (resume.strip() and os.path.lexists(resume)):
+        return []
+    if not resume.strip():
+        return ["--resume '': names no checkpoint; write --resume alone for the newest one, or a path."]
+    return [f"--resume {resume}: there is no such checkpoint or folder (looked from {os.getcwd()})."]
+
+
+def _load(namespace: argparse.Namespace, world: World) -> Resolved:
     flags: dict[str, tuple[str, Any]] = {}
     for key in ("steps", "seed", "name", "output"):
         value = getattr(namespace, key)

@@ -1,8 +1,8 @@
 """`largetrain check FILE...`: lint any DeepSpeed JSON. Nothing of it is executed."""
 
-import sys
 from collections.abc import Sequence
 
+from largetrain.cli import discard_output
 from largetrain.cli.arguments import Parser
 from largetrain.config.lint import lint_engine
 from largetrain.config.load import in_file_order
@@ -21,18 +21,18 @@ def parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Run the command: 0 when every file is clean (warnings allowed), 2 otherwise."""
     options = parser().parse_args(argv)
-    wrong = 0
+    wrong, lines = 0, []
     for file in options.files:
         problems, warnings = check_file(file)
         wrong += bool(problems)
-        for line in in_file_order(problems):
-            print(line)
+        lines += in_file_order(problems)
         if not options.quiet:
-            for line in warnings:
-                print(f"{line} (warning)")
-            if not problems:
-                print(f"{file}: ok")
-    sys.stdout.flush()
+            lines += [f"{line} (warning)" for line in warnings]
+            lines += [] if problems else [f"{file}: ok"]
+    try:
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the exit code still tells what was found
+        discard_output()
     return EXIT_MISTAKE if wrong else EXIT_DONE
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from largetrain.cli.arguments import Parser, add_run_arguments, load_from_args
 from largetrain.config.resolved import Resolved
+from largetrain.config.run_rules import used_keys
 from largetrain.config.world import World, launch_world
 from largetrain.errors import EXIT_DONE, ConfigError
 
@@ -74,7 +75,6 @@ def readable(resolved: Resolved) -> str:
             f"#   {decoder.flops_per_token() / 1e6:,.1f} MFLOP per trained token",
             f"#   {tokens:,} tokens per update",
         ]
-    content = resolved.run.model_dump(mode="json")
-    run_yaml = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=False)
+    run_yaml = yaml.safe_dump(used_keys(resolved.run), sort_keys=False, allow_unicode=True, default_flow_style=False)
     lines += ["", "# Run (YAML)", run_yaml.rstrip(), "", "# Engine (JSON), as DeepSpeed is handed it"]
     return "\n".join([*lines, json.dumps(resolved.engine, indent=2, ensure_ascii=False)]) + "\n"

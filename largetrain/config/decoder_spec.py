@@ -4,6 +4,7 @@ Pure Python: `largetrain config` reports parameters and FLOPs of a 175B model wi
 """
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,7 @@ _SIZE_KEYS = (
 )
 CHUNK_LOGITS = 2**26  # 256 MiB in fp32
 # With `target`, the data still need the sample length and the vocabulary, and logits are still reduced in chunks.
-_USED_WITH_TARGET = {"target", "args", "seq_len", "vocab_size", "loss_chunk_tokens"}
+USED_WITH_MODEL_TARGET = {"target", "args", "seq_len", "vocab_size", "loss_chunk_tokens"}
 
 
 def default_ffn_hidden(style: str, hidden: int) -> int:
@@ -207,10 +208,10 @@ def _problems(sizes: dict[str, Any], given: dict[str, Any], preset: str) -> list
     hidden, heads, kv_heads = sizes["hidden"], sizes["heads"], sizes["kv_heads"]
     problems = []
     if hidden % heads:
-        near = sorted((count for count in range(1, hidden + 1) if hidden % count == 0), key=lambda c: abs(c - heads))
+        near = _nearest_divisors(hidden, heads)
         problems.append(
             f"model.heads: {heads}{origin('heads')} does not divide model.hidden={hidden}{origin('hidden')}; "
-            f"nearest heads that do: {', '.join(map(str, near[:2]))}."
+            f"nearest heads that do: {', '.join(map(str, near))}."
         )
     elif sizes["style"] == "llama" and (hidden // heads) % 2:
         problems.append(
@@ -218,10 +219,10 @@ def _problems(sizes: dict[str, Any], given: dict[str, Any], preset: str) -> list
             f"{hidden // heads}, but rotary positions turn pairs and need an even width; change heads or hidden."
         )
     if heads % kv_heads:
-        near = sorted((count for count in range(1, heads + 1) if heads % count == 0), key=lambda c: abs(c - kv_heads))
+        near = _nearest_divisors(heads, kv_heads)
         problems.append(
             f"model.kv_heads: {kv_heads}{origin('kv_heads')} does not divide model.heads={heads}{origin('heads')}; "
-            f"nearest kv_heads that do: {', '.join(map(str, near[:2]))}."
+            f"nearest kv_heads that do: {', '.join(map(str, near))}."
         )
     if sizes["style"] == "gpt" and "rope_theta" in given:
         problems.append(
@@ -231,9 +232,15 @@ def _problems(sizes: dict[str, Any], given: dict[str, Any], preset: str) -> list
     return problems
 
 
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The two divisors of `number` nearest to `wanted`, the smaller first where both are as near."""
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)}, key=lambda count: (abs(count - wanted), count))[:2]
+
+
 def target_problems(model: ModelConfig) -> list[str]:
     """List the keys of the model section that would be ignored beside `model.target`, one line each."""
-    ignored = sorted(model.model_fields_set - _USED_WITH_TARGET) if model.target is not None else []
+    ignored = sorted(model.model_fields_set - USED_WITH_MODEL_TARGET) if model.target is not None else []
     return [
         f"model.{key}: sizes the built-in decoder and has no effect with model.target={model.target!r}; "
         f"remove it, or hand it to your class under model.args."

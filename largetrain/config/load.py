@@ -15,7 +15,7 @@ from largetrain.config.resolve import resolve
 from largetrain.config.resolved import Resolved
 from largetrain.config.run_schema import check_run
 from largetrain.config.world import World, launch_world
-from largetrain.errors import ConfigError
+from largetrain.errors import ConfigError, on_every_rank
 
 __all__ = ["World", "launch_world", "load"]
 
@@ -25,6 +25,7 @@ DEFAULT_RUN_NAME = "built-in run config"
 NO_FLAGS: Mapping[str, tuple[str, Any]] = MappingProxyType({})
 
 
+@on_every_rank()
 def load(
     ds_config: str | None,
     config: str | None,

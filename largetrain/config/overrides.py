@@ -24,7 +24,7 @@ class Overrides:
     def apply(self, flags: Flags, sets: Sequence[str]) -> None:
         """Lay flags over the files, then `--set` over both; two of them that disagree are a problem."""
         for key, (flag, value) in flags.items():
-            self._put("run", key, value, f"{flag} {value}")
+            self._put("run", key, value, f"{flag} {value}" if value != "" else f"{flag} ''")
         for written in sets:
             self._set(written)
 

@@ -36,6 +36,8 @@ def read_text(path: str) -> str:
     Raises:
         ConfigError: missing, a folder, unreadable, empty, too large or not UTF-8 text.
     """
+    if not path.strip():
+        raise ConfigError(f"{path!r}: names no file.")
     try:
         if os.path.isdir(path):
             raise ConfigError(f"{path}: is a folder; name a file in it.")

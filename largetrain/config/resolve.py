@@ -11,6 +11,7 @@ from largetrain.config.document import Document
 from largetrain.config.honoured import ineffective_keys, refused_keys
 from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
+from largetrain.config.run_rules import expand_home, run_problems
 from largetrain.config.schema import RunConfig
 from largetrain.config.vocab import vocab_size_of
 from largetrain.config.world import World
@@ -33,7 +34,8 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     """
     engine = Document(engine.file, copy.deepcopy(engine.data), engine.origins)
     notes = use_new_names(engine)
-    problems = refused_keys(engine)
+    run = expand_home(run)
+    problems = [*run_problems(run, run_document), *refused_keys(engine)]
     run, decoder = _model(run, run_document, problems, notes)
     batch, batch_problems, batch_notes = resolve_batch(engine, world.world_size, world.source)
     autos = Autos(engine, decoder)

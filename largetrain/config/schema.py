@@ -7,7 +7,7 @@ Imports neither torch nor deepspeed.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -19,6 +19,12 @@ STRICT = ConfigDict(
 )
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+# Upper ends are far beyond any machine; they keep a slip of the keyboard from looping or overflowing somewhere below.
+Count = Annotated[int, Field(gt=0, le=10**12)]
+CountOrNone = Annotated[int, Field(ge=0, le=10**12)]
+Size = Annotated[int, Field(gt=0, le=10**8)]
+Layers = Annotated[int, Field(gt=0, le=10**5)]
+Processes = Annotated[int, Field(ge=0, le=10**4)]
 
 
 class Section(BaseModel):
@@ -38,19 +44,19 @@ class ModelConfig(Section):
     """Keyword arguments of `target`."""
     style: Literal["gpt", "llama"] | None = None
     """`gpt`: learned positions, LayerNorm, GELU, biases. `llama`: rotary, RMSNorm, SwiGLU, no biases."""
-    vocab_size: PositiveInt | Auto = "auto"
+    vocab_size: Size | Auto = "auto"
     """Rows of the embedding; `auto` takes the tokenizer's size."""
-    layers: PositiveInt | None = None
+    layers: Layers | None = None
     """Transformer blocks."""
-    hidden: PositiveInt | None = None
+    hidden: Size | None = None
     """Width of the residual stream."""
-    heads: PositiveInt | None = None
+    heads: Size | None = None
     """Attention heads; must divide `hidden`."""
-    kv_heads: PositiveInt | None = None
+    kv_heads: Size | None = None
     """Key/value heads (grouped-query attention); must divide `heads`. Absent: as `heads` when that is given."""
-    ffn_hidden: PositiveInt | None = None
+    ffn_hidden: Size | None = None
     """Inner width of the feed-forward layer. Absent: follows `hidden` or `style` when one of them is given."""
-    seq_len: PositiveInt | None = None
+    seq_len: Size | None = None
     """Tokens per sample, and the longest context."""
     tie_embeddings: bool | None = None
     """Share the input embedding with the output head."""
@@ -62,7 +68,7 @@ class ModelConfig(Section):
     """Base of the rotary frequencies (`llama`)."""
     activation_checkpointing: bool = False
     """Recompute each block's activations in the backward pass instead of keeping them."""
-    loss_chunk_tokens: PositiveInt | Auto = "auto"
+    loss_chunk_tokens: Size | Auto = "auto"
     """Tokens per chunk of the output head and loss, so that large logits never exist at once; `auto`: as many as make
     64 Mi logits, 256 MiB in fp32. A batch that needs several chunks computes the head twice."""
 
@@ -86,7 +92,7 @@ class DataConfig(Section):
     """Undecodable text or broken JSON lines: stop with file and line, or skip and count."""
     cache: str | None = None
     """Folder of tokenized files, keyed by content; absent: `$XDG_CACHE_HOME/largetrain`."""
-    workers: NonNegativeInt = 0
+    workers: Processes = 0
     """Loader processes per rank."""
     target: str | None = None
     """`package.module:Name` of your own map-style dataset of dicts; replaces the text sources."""
@@ -97,29 +103,29 @@ class DataConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation in the loop, on every validation sample exactly once."""
 
-    every_steps: NonNegativeInt = 0
+    every_steps: CountOrNone = 0
     """Updates between evaluations; 0: only at the end of training."""
     at_end: bool = True
     """Evaluate after the last update."""
-    max_samples: PositiveInt | None = None
+    max_samples: Count | None = None
     """Use only the first so many validation samples; absent: all."""
 
 
 class CheckpointsConfig(Section):
     """When the run's state is written."""
 
-    every_steps: NonNegativeInt = 0
+    every_steps: CountOrNone = 0
     """Updates between checkpoints; 0: only at the end of training."""
     at_end: bool = True
     """Write one after the last update."""
-    keep_last: NonNegativeInt = 2
+    keep_last: CountOrNone = 2
     """Newest checkpoints of this run to keep; 0 keeps all."""
 
 
 class LoggingConfig(Section):
     """What is reported, and how often."""
 
-    every_steps: PositiveInt = 10
+    every_steps: Count = 10
     """Updates between lines on a redirected terminal; the metrics file has every update."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
@@ -130,16 +136,16 @@ class LoggingConfig(Section):
 class GuardConfig(Section):
     """When a run that does not learn is stopped."""
 
-    max_skipped_in_a_row: PositiveInt = 25
+    max_skipped_in_a_row: Count = 25
     """Stop, with a checkpoint, after so many skipped updates in a row (non-finite loss or gradients)."""
 
 
 class RuntimeConfig(Section):
     """The process itself."""
 
-    threads: PositiveInt | Auto = "auto"
+    threads: Annotated[int, Field(gt=0, le=10**4)] | Auto = "auto"
     """CPU threads per rank; `auto`: OMP_NUM_THREADS if set, else the host's cores divided by its ranks."""
-    timeout_s: PositiveInt = 1800
+    timeout_s: Annotated[int, Field(gt=0, le=10**7)] = 1800
     """Longest wait of a collective before the run is given up, in seconds."""
 
 
@@ -148,11 +154,11 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
     """Name of the run; part of the default output folder."""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of initial weights, data order and dropout."""
-    steps: PositiveInt | None = None
+    steps: Count | None = None
     """Optimizer updates to run; give this or `epochs`. Neither: 300 steps."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
     """Passes over the training data instead of `steps`."""
     output: str | None = None
     """Output folder; absent: `runs/<name>-<time>/`."""

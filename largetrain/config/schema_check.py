@@ -12,6 +12,7 @@ from largetrain.config.document import Document, KeyPath, nearest, shown
 
 Node = dict[str, Any]
 JSON_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+MAX_INTEGER = 2**63 - 1
 KINDS = {
     "boolean": "true or false",
     "integer": "a whole number",
@@ -39,7 +40,7 @@ class SchemaCheck:
             return "auto"
         if not kinds:
             return value
-        if "integer" in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        if "integer" in kinds and isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INTEGER:
             value = int(value)
         if not any(_is(kind, value) for kind in kinds):
             self._add(path, _wrong_kind(value, kinds, node))
@@ -162,7 +163,8 @@ def _out_of_range(value: Any, node: Node) -> Iterator[str]:
         yield f"must be at least {shown(node['minimum'])}, got {shown(value)}."
     if "exclusiveMinimum" in node and value <= node["exclusiveMinimum"]:
         yield f"must be greater than {shown(node['exclusiveMinimum'])}, got {shown(value)}."
-    if "maximum" in node and value > node["maximum"]:
-        yield f"must be at most {shown(node['maximum'])}, got {shown(value)}."
+    largest = node.get("maximum", MAX_INTEGER if isinstance(value, int) else None)
+    if largest is not None and value > largest:
+        yield f"must be at most {shown(largest)}, got {shown(value)}."
     if "exclusiveMaximum" in node and value >= node["exclusiveMaximum"]:
         yield f"must be less than {shown(node['exclusiveMaximum'])}, got {shown(value)}."

@@ -2,10 +2,12 @@
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -22,9 +24,7 @@ def load_target(path: str, key: str) -> Any:
     Raises:
         ConfigError: the path is malformed, the module cannot be imported, or it has no such name.
     """
-    module_name, colon, attributes = path.partition(":")
-    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))):
-        raise ConfigError(f"{key}: {path!r} is not of the form package.module:Name.")
+    module_name, attributes = _split(path, key)
     found: Any = _import(module_name, path, key)
     for name in attributes.split("."):
         if not hasattr(found, name):
@@ -33,6 +33,39 @@ def load_target(path: str, key: str) -> Any:
             raise ConfigError(f"{key}: {path!r}: {module_name} ({_file_of(module_name)}) has no {name!r}; {hint}")
         found = getattr(found, name)
     return found
+
+
+def find_target(path: str, key: str) -> None:
+    """Check, importing nothing, that the module which `path` names can be found.
+
+    Raises:
+        ConfigError: the path is malformed, or there is no such module in the current directory or on Python's path.
+    """
+    module_name, _ = _split(path, key)
+    if module_name in sys.modules:
+        return
+    places: Sequence[str] | None = [*sys.path, os.getcwd()]
+    found = ""
+    for name in module_name.split("."):
+        if places is None:
+            raise ConfigError(f"{key}: {path!r}: {found} is a single file, so it holds no module {name!r}.")
+        within, found = found, f"{found}.{name}" if found else name
+        # the path finder imports nothing; a top-level name may also be known to a finder of an editable install
+        spec = PathFinder.find_spec(found, places) or (None if within else importlib.util.find_spec(found))
+        if spec is None:
+            raise ConfigError(f"{key}: {path!r}: {_no_module(found)}")
+        places = spec.submodule_search_locations
+
+
+def _split(path: str, key: str) -> tuple[str, str]:
+    module_name, colon, attributes = path.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))):
+        raise ConfigError(f"{key}: {path!r} is not of the form package.module:Name.")
+    return module_name, attributes
+
+
+def _no_module(name: str) -> str:
+    return f"there is no module {name!r} in {os.getcwd()} or on PYTHONPATH; start in its folder or install it."
 
 
 def _import(module_name: str, path: str, key: str) -> ModuleType:
@@ -44,7 +77,7 @@ def _import(module_name: str, path: str, key: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            reason = f"there is no module {error.name!r} in {here} or on PYTHONPATH; start in its folder or install it."
+            reason = _no_module(error.name)
         else:
             reason = f"importing {module_name} failed: {error}."
         raise ConfigError(f"{key}: {path!r}: {reason}") from error

@@ -2,10 +2,12 @@
 
 import json
 
+from largetrain.config.document import shown
 from largetrain.errors import ConfigError
 
 BYTE_VOCAB = 257
 """256 byte values and the end-of-text token."""
+MAX_VOCAB = 10**8
 
 
 def vocab_size_of(tokenizer: str) -> int:
@@ -15,7 +17,7 @@ def vocab_size_of(tokenizer: str) -> int:
         tokenizer: `bytes`, or the path of a Hugging Face `tokenizer.json`.
 
     Raises:
-        ConfigError: the file is missing or is no tokenizer.json.
+        ConfigError: the file is missing or is no tokenizer.json, or an id is negative or beyond `MAX_VOCAB`.
     """
     if tokenizer == "bytes":
         return BYTE_VOCAB
@@ -31,6 +33,11 @@ def vocab_size_of(tokenizer: str) -> int:
     ids = _token_ids(content)
     if not ids:
         raise ConfigError(f"data.tokenizer: {tokenizer}: holds no vocabulary; a Hugging Face tokenizer.json is needed.")
+    if min(ids) < 0 or max(ids) >= MAX_VOCAB:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise ConfigError(
+            f"data.tokenizer: {tokenizer}: holds the token id {shown(wrong)}; ids go from 0 to {MAX_VOCAB - 1:,}."
+        )
     return max(ids) + 1
 
 

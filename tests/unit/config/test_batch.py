@@ -1,4 +1,4 @@
-"""The batch triple: derived when it divides, refused with all numbers when it does not (cases 2)."""
+"""The batch triple: derived when it divides, refused with all numbers when it does not."""
 
 import pytest
 

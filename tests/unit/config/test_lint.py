@@ -18,7 +18,7 @@ def only_problem(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        # cases 1: misspelt keys at any depth
+        # misspelt keys at any depth
         (
             '{"gradient_acumulation_steps": 4}',
             "gradient_acumulation_steps: unknown key. Did you mean gradient_accumulation_steps?",
@@ -59,7 +59,7 @@ def only_problem(text: str) -> str:
         ),
         ('{"fp16": {"opt_level": "O2"}}', "fp16.opt_level: belonged to Apex AMP"),
         ('{"optimizer": {"type": "OneBitAdam"}}', "optimizer.type: the 1-bit optimizers were removed"),
-        # cases 6: numbers as text and fractions
+        # numbers as text and fractions
         (
             '{"zero_optimization": {"reduce_bucket_size": "5e8"}}',
             'zero_optimization.reduce_bucket_size: expected a whole number, got "5e8" (text). Write '
@@ -81,7 +81,7 @@ def only_problem(text: str) -> str:
             '{"train_micro_batch_size_per_gpu": 2.5}',
             "train_micro_batch_size_per_gpu: expected a whole number, got 2.5. Write 2.",
         ),
-        # cases 9: right type, no meaning
+        # right type, no meaning
         (
             '{"zero_optimization": {"reduce_bucket_size": 0}}',
             "zero_optimization.reduce_bucket_size: must be greater than 0, got 0.",

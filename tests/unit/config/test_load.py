@@ -157,7 +157,7 @@ def test_sizes_that_do_not_fit_are_reported_with_the_batch(write):
     assert problems[1].startswith("--set train_batch_size=7: train_batch_size: 7 is not 8")
 
 
-# --- "auto" (cases 5) ---
+# --- "auto" ---
 
 
 def test_every_auto_of_a_transformers_config_is_resolved(write):
@@ -223,7 +223,7 @@ def test_learning_rate_auto_follows_the_gpt3_table(preset, rate):
             '--set optimizer={type: SGD, params: {lr: auto}}: optimizer.params.lr: "auto" is known for Adam and AdamW',
         ),
         (
-            ["optimizer.params.lr=auto", "model.target=a:B", "model.vocab_size=300"],
+            ["optimizer.params.lr=auto", "model.target=string:Template", "model.vocab_size=300"],
             '--set optimizer.params.lr=auto: optimizer.params.lr: "auto" is known for Adam and AdamW '
             "on the built-in decoder, not for ",
         ),
@@ -265,7 +265,7 @@ def test_a_schedule_of_another_length_is_pointed_out(write):
     assert "the warm-up of 20 updates is longer than the run of 10" in notes
 
 
-# --- the peak of the schedule (cases 11) ---
+# --- the peak of the schedule ---
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])

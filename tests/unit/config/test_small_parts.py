@@ -10,7 +10,7 @@ from largetrain.config.reference import json_schema, reference
 from largetrain.config.run_schema import run_schema
 from largetrain.config.schema_check import SchemaCheck
 from largetrain.config.vocab import vocab_size_of
-from largetrain.config.world import World, launch_world
+from largetrain.config.world import World, launch_world, task_rank
 from largetrain.errors import ConfigError
 
 
@@ -26,6 +26,14 @@ def test_vocabulary_of_bytes_and_of_a_tokenizer_file(tmp_path):
         assert vocab_size_of(str(path)) == size
 
 
+@pytest.mark.parametrize("token_id", [-1, 10**30])
+def test_token_ids_that_no_embedding_can_have(tmp_path, token_id):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": token_id}}}))
+    with pytest.raises(ConfigError, match=rf"holds the token id {token_id}; ids go from 0 to 99,999,999"):
+        vocab_size_of(str(path))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {"vocab": {}}}', '{"model": 3}', "[" * 100000, "\x00"])
 def test_files_that_are_no_tokenizer(tmp_path, text):
     path = tmp_path / "tokenizer.json"
@@ -34,6 +42,9 @@ def test_files_that_are_no_tokenizer(tmp_path, text):
         vocab_size_of(str(path))
     with pytest.raises(ConfigError, match=r"no such file; write \"bytes\""):
         vocab_size_of(str(tmp_path / "absent.json"))
+
+
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -53,23 +64,69 @@ def test_files_that_are_no_tokenizer(tmp_path, text):
     ],
 )
 def test_world_of_a_launch(env, world):
-    assert launch_world(env) == world
+    assert launch_world({**MEET, **env}) == world
 
 
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a whole number of at least 1"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1' is not"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, 'WORLD_SIZE="two" is not a whole number from 1 to 10000000; unset it'),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, 'WORLD_SIZE="0" is not'),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, r'WORLD_SIZE="9{50,60}\.\.\. is not'),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, 'RANK="-1" is not'),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, 'MASTER_PORT="70000" is not a whole number'),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "WORLD_SIZE=2 is set without MASTER_ADDR, where"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""},
+            "WORLD_SIZE=2 is set without MASTER_ADDR and MASTER_PORT",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2 lies outside the 2 ranks of this host",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 lies outside WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set without RANK"),
         ({"RANK": "1"}, "RANK=1 is set without WORLD_SIZE"),
     ],
 )
 def test_a_broken_launch_environment(env, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        launch_world({**MEET, **env})
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "3"},
+            r"task 3 of 8 started by srun.*export RANK=\$SLURM_PROCID WORLD_SIZE=\$SLURM_NTASKS "
+            r"LOCAL_RANK=\$SLURM_LOCALID .*MASTER_ADDR=",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, r"mpirun.*RANK=\$OMPI_COMM_WORLD_RANK"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, r"task 1 of 2 started by mpirun.*RANK=\$PMI_RANK"),
+    ],
+)
+def test_tasks_without_a_rank_would_each_train_alone(env, said):
     with pytest.raises(ConfigError, match=said):
         launch_world(env)
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert launch_world({**MEET, **env, **given}).rank == 1
+    assert task_rank(env) == env[next(key for key in env if key.endswith(("PROCID", "RANK")))]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "8"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_one_task_or_an_allocation_alone_is_one_process(env):
+    assert launch_world(env) == World()
+    assert task_rank(env) == "0"
 
 
 def test_the_reference_holds_every_key_of_both_files():
