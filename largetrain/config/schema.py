@@ -154,7 +154,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
     """Name of the run; part of the default output folder."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, data order and dropout."""
     steps: Count | None = None
     """Optimizer updates to run; give this or `epochs`. Neither: 300 steps."""

@@ -6,8 +6,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder, all_suffixes
 from types import ModuleType
 from typing import Any
 
@@ -44,17 +44,20 @@ def find_target(path: str, key: str) -> None:
     module_name, _ = _split(path, key)
     if module_name in sys.modules:
         return
-    places: Sequence[str] | None = [*sys.path, os.getcwd()]
-    found = ""
-    for name in module_name.split("."):
-        if places is None:
+    first, *below = module_name.split(".")
+    # a top-level name may also be known to a finder of an editable install; neither finder imports anything
+    spec = PathFinder.find_spec(first, [os.getcwd()]) or importlib.util.find_spec(first)
+    if spec is None:
+        raise ConfigError(f"{key}: {path!r}: {_no_module(first)}")
+    found, folders = first, list(spec.submodule_search_locations or ())
+    for name in below:
+        if not folders:
             raise ConfigError(f"{key}: {path!r}: {found} is a single file, so it holds no module {name!r}.")
-        within, found = found, f"{found}.{name}" if found else name
-        # the path finder imports nothing; a top-level name may also be known to a finder of an editable install
-        spec = PathFinder.find_spec(found, places) or (None if within else importlib.util.find_spec(found))
-        if spec is None:
+        found = f"{found}.{name}"
+        places = [os.path.join(folder, name) for folder in folders]
+        folders = [place for place in places if os.path.isdir(place)]
+        if not folders and not any(os.path.isfile(place + suffix) for place in places for suffix in all_suffixes()):
             raise ConfigError(f"{key}: {path!r}: {_no_module(found)}")
-        places = spec.submodule_search_locations
 
 
 def _split(path: str, key: str) -> tuple[str, str]:

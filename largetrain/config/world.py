@@ -63,7 +63,7 @@ def launch_world(env: Mapping[str, str] = os.environ) -> World:
     if not problems:
         problems = _contradictions(env, size, rank, local_rank, local_size)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, on_all_ranks=size is None and rank is None)
     if size is None:
         return World()
     local_size = min(local_size or size, size)

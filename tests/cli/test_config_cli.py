@@ -13,9 +13,12 @@ import yaml
 
 from largetrain import cli
 from largetrain.cli import main, report, without_local_rank
+from largetrain.cli.arguments import load_from_args, train_parser
+from largetrain.config.world import World, launch_world
 from largetrain.errors import ConfigError, DivergedError, LargetrainError
 
 ROOT = Path(__file__).parents[2]
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 HEAVY = ("torch", "deepspeed", "numpy", "rich")
 
 
@@ -38,7 +41,7 @@ def run(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedPr
     ],
 )
 def test_commands_that_do_not_train_are_light(arguments):
-    """Under a second of CPU time, and neither torch nor deepspeed nor numpy is imported (shows 7)."""
+    """Under a second of CPU time, and neither torch nor deepspeed nor numpy is imported."""
     code = (
         "import sys; from largetrain.cli import main; code = main(sys.argv[1:]); "
         f"heavy = [name for name in {HEAVY} if name in sys.modules]; assert not heavy, heavy; sys.exit(code)"
@@ -123,7 +126,7 @@ def test_all_mistakes_in_one_report_and_exit_code_2(tmp_path):
 def test_a_mistake_is_found_before_torch_is_imported_and_said_once_per_launch(tmp_path):
     """Three ranks as a launcher starts them: exit code 2 each, one report."""
     command = [sys.executable, "-m", "largetrain", "--local_rank=0", "--set", "gradient_clipping=-1"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", **MEET}
     ranks = [
         subprocess.Popen(
             command,
@@ -174,19 +177,67 @@ def test_launchers_add_a_local_rank(typed, kept):
     assert without_local_rank(typed) == kept
 
 
-def test_only_the_first_rank_of_a_host_reports(capsys, monkeypatch):
+def test_mistakes_of_all_ranks_are_reported_by_the_first_of_a_host(capsys, monkeypatch):
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    report(ConfigError("x: y.", on_all_ranks=True), {"RANK": "1", "LOCAL_RANK": "1"})
+    assert capsys.readouterr().err == "" and waits == [cli.SILENT_WAIT_S]
+    report(ConfigError("x: y.", on_all_ranks=True), {"RANK": "8", "LOCAL_RANK": "0"})
+    assert capsys.readouterr().err == "largetrain (rank 8): x: y.\n"
+    report(ConfigError("x: y.", on_all_ranks=True), {"RANK": "0", "LOCAL_RANK": "0"})
+    assert capsys.readouterr().err == "largetrain: x: y.\n" and len(waits) == 2
+
+
+def test_what_one_rank_alone_met_is_reported_by_it(capsys, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     report(ConfigError("x: y."), {"RANK": "1", "LOCAL_RANK": "1"})
-    assert capsys.readouterr().err == "" and waits == [cli.SILENT_WAIT_S]
-    report(ConfigError("x: y."), {"RANK": "8", "LOCAL_RANK": "0"})
-    assert capsys.readouterr().err == "largetrain (rank 8): x: y.\n"
-    report(DivergedError("stopped"), {"RANK": "1", "LOCAL_RANK": "1"})
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "largetrain (rank 1): x: y.\n" and waits == [cli.SILENT_WAIT_S]
     report(LargetrainError("no room"), {"RANK": "1", "LOCAL_RANK": "1"})
     assert capsys.readouterr().err == "largetrain (rank 1): no room\n"
+
+
+def test_errors_that_are_no_mistake(capsys):
+    report(DivergedError("stopped"), {"RANK": "1", "LOCAL_RANK": "1"})
+    assert capsys.readouterr().err == ""
     report(DivergedError("stopped"), {})
     assert capsys.readouterr().err == "largetrain: stopped\n"
+
+
+def test_mistakes_in_flags_and_files_are_those_of_all_ranks():
+    for arguments in (["--stps", "3"], ["--seed", "x"], ["--resume", "no/where"]):
+        with pytest.raises(ConfigError) as caught:
+            load_from_args(train_parser("largetrain train").parse_args(arguments), World())
+        assert caught.value.on_all_ranks
+    with pytest.raises(ConfigError) as alone:
+        launch_world({"RANK": "7", "WORLD_SIZE": "2", **MEET})
+    assert not alone.value.on_all_ranks
+
+
+def test_the_tasks_of_srun_are_refused_once(tmp_path):
+    """Without RANK each task would train alone and write over the others' files."""
+    environments = [{"SLURM_NTASKS": "2", "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
+    done = [run("--steps", "1", cwd=tmp_path, **environment) for environment in environments]
+    assert [task.returncode for task in done] == [2, 2] and [task.stdout for task in done] == ["", ""]
+    assert "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS" in done[0].stderr
+    assert len(done[0].stderr.splitlines()) == 1 and done[1].stderr == ""
+
+
+def test_a_checkpoint_that_is_not_there_is_named_before_torch_is_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for resume, said in (
+        ("no/where", "--resume no/where: there is no such checkpoint or folder"),
+        ("~/none", f"--resume {tmp_path}/none: there is no such checkpoint"),
+        ("", "--resume '': names no checkpoint"),
+    ):
+        assert main(["--resume", resume, "--dry-run"]) == 2
+        assert said in capsys.readouterr().err
+    (tmp_path / "there").mkdir()
+    assert main(["--resume", "~/there", "--dry-run"]) == 0
+    assert main(["--output", "", "--dry-run"]) == 2
+    assert main(["--config", "", "--dry-run"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "largetrain: '': names no file."
 
 
 def test_check_prints_every_problem_of_every_file(tmp_path):
@@ -230,3 +281,41 @@ def test_a_closed_pipe_is_no_traceback():
         timeout=60,
     )
     assert done.stdout == "RUN YAML (--config FILE)\n" and done.stderr == ""
+
+
+def with_a_closed_output(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run with a standard output whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "largetrain", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, check=False, cwd=cwd, env=env, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writing)
+    return done
+
+
+def test_a_command_that_prints_ends_well_without_a_reader(tmp_path):
+    (tmp_path / "bad.json").write_text('{"gradient_clipping": -1}')
+    for arguments, code in ((["--help"], 0), (["--dry-run"], 0), (["check", "bad.json"], 2)):
+        done = with_a_closed_output(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (code, ""), arguments
+
+
+def test_a_training_run_that_meets_a_broken_pipe_is_no_success(monkeypatch):
+    def train(arguments):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("largetrain.cli.train.run", train)
+    with pytest.raises(BrokenPipeError):
+        main(["train", "--steps", "1"])
+
+
+def test_names_that_the_encoding_of_the_output_lacks_are_escaped(tmp_path):
+    (tmp_path / "r.yaml").write_text("model: {preset: größe}\n", encoding="utf-8")
+    done = run("config", "--config", "r.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and "gr\\xf6\\xdfe" in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "größe").mkdir()
+    done = run("config", "--output", "größe", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "output: gr\\xf6\\xdfe" in done.stdout
