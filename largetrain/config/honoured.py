@@ -1,17 +1,22 @@
-"""Which keys of the engine JSON a run honours: every accepted key changes behaviour, or is refused with the reason.
+"""Which keys of the engine JSON a run honours: every accepted key changes behaviour, is noted as idle, or is refused.
 
-A refused key that holds what happens anyway (DeepSpeed's default, `enabled: false`) is accepted: nothing is lost.
-`largetrain check` does not use this list: a file may be right for another program.
+A refused or idle key that holds what happens anyway (DeepSpeed's default, `enabled: false`) is accepted silently.
+`largetrain check` does not use these lists: a file may be right for another program.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
-from largetrain.config.document import Document, KeyPath
+from largetrain.config.document import Document, KeyPath, dotted
 from largetrain.config.engine_schema import engine_schema
+from largetrain.config.lint import offload_device, stage_of
+from largetrain.config.served import NEVER
 
 _OTHER_BACKEND = "needs a model cut for it, which the deepspeed backend does not build; remove it."
 _OWN_DATA = "configures DeepSpeed's own data loading; the data come from the run config (data.*); remove it."
 _OWN_CHECKPOINTS = "changes DeepSpeed's checkpoint files, which the checkpoints of a run rely on; remove it."
+_UNTRIED = "needs CUDA kernels with which no run of this program has been checked yet; remove it."
+_VERBOSE = "it only prints, and only with --verbose"
 
 # Dotted key -> why the deepspeed backend refuses it. A section stands for all keys below it.
 REFUSED: dict[str, str] = {
@@ -46,7 +51,50 @@ REFUSED: dict[str, str] = {
     "zero_optimization.legacy_stage1": "selects an implementation that DeepSpeed removed; remove it.",
     "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
     "zero_optimization.pipeline_loading_checkpoint": _OTHER_BACKEND,
+    "zero_optimization.compute_grad_norm": "false takes away the gradient norm, the only thing that tells a non-finite "
+    "update from a good one; remove it.",
+    "bf16.check_grad_overflow": "false lets non-finite gradients into the weights, unseen by the guard; remove it.",
+    "zero_optimization.zenflow": "does not train rightly with DeepSpeed 0.19: stages 2 and 3 stop with a traceback, "
+    "stage 1 hardly learns; remove it.",
+    "zero_optimization.offload_optimizer.super_offload": _UNTRIED,
+    "zero_optimization.zero_quantized_weights": _UNTRIED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _UNTRIED,
+    "zero_optimization.zero_quantized_gradients": _UNTRIED,
 }
+
+# Dotted key -> why it changes nothing in a run: noted, not refused, because files for several programs hold it.
+IDLE: dict[str, str] = {
+    "comms_logger": "a run does not ask DeepSpeed for the summary",
+    "dump_state": _VERBOSE,
+    "steps_per_print": _VERBOSE,
+    "timers": _VERBOSE,
+    "wall_clock_breakdown": _VERBOSE,
+    "memory_breakdown": _VERBOSE,
+    "zero_force_ds_cpu_optimizer": "it concerns optimizers that a program makes itself",
+    "zero_optimization.allgather_partitions": "DeepSpeed no longer reads it",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "a run writes checkpoints by save_checkpoint()",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it belongs to super_offload",
+}
+# Keys of zero_optimization, beside those that begin with stage3_, that only some stages read.
+STAGES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "load_from_fp32_weights"),
+        (1, 2, 3),
+    ),
+    **dict.fromkeys(
+        ("allgather_bucket_size", "ignore_unused_parameters", "parameter_alignment", "use_multi_rank_bucket_allreduce"),
+        (1, 2),
+    ),
+    "round_robin_gradients": (2,),
+    **dict.fromkeys(
+        ("enable_sanity_checks", "leaf_module", "log_trace_cache_warnings", "memory_efficient_linear"), (3,)
+    ),
+    **dict.fromkeys(
+        ("override_module_apply", "save_muon_momentum_buffer_in_memory", "sub_group_size", "zero_hpz_partition_size"),
+        (3,),
+    ),
+}
+SCALE_KEYS = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 
 NVME = "nothing is offloaded to nvme, so it has no effect; remove it."
 
@@ -66,11 +114,34 @@ def refused_keys(engine: Document) -> list[str]:
 
 
 def ineffective_keys(engine: Document) -> list[str]:
-    """Notes on keys kept for portability that this stage does not use."""
-    stage = engine.get(("zero_optimization", "stage"), 0)
-    zero = engine.get(("zero_optimization",), {})
-    unused = [key for key in zero if key.startswith("stage3_")] if stage != 3 else []
-    return [f"zero_optimization.{key} has no effect at stage {stage}" for key in unused]
+    """Notes on keys that are kept for portability and change nothing in this run."""
+    return [f"{dotted(path)} has no effect: {why}" for path, why in _idle(engine)]
+
+
+def _idle(engine: Document) -> Iterator[tuple[KeyPath, str]]:
+    """Each key given that changes nothing, and why."""
+    for key, why in IDLE.items():
+        path = tuple(key.split("."))
+        value = engine.get(path)
+        if value not in (None, NEVER) and not _is_default(value, _node(path)):
+            yield path, why
+    for section, held in engine.data.items():
+        has_switch = "enabled" in _node((section,)).get("properties", {}) and section not in REFUSED
+        if has_switch and isinstance(held, dict) and held and "enabled" not in held:
+            yield (section,), 'it is not switched on ("enabled": true)'
+    zero, stage = engine.get(("zero_optimization",), {}), stage_of(engine)
+    for key in zero:
+        stages = (3,) if key.startswith("stage3_") else STAGES.get(key, (stage,))
+        if stage not in stages and f"zero_optimization.{key}" not in IDLE:
+            yield ("zero_optimization", key), f"the stage is {stage}"
+    if engine.get(("fp16", "loss_scale"), 0) != 0:
+        for key in SCALE_KEYS:
+            if key in engine.data["fp16"]:
+                yield ("fp16", key), "it belongs to the dynamic loss scale, and fp16.loss_scale is fixed"
+    dtypes = engine.get(("bf16", "enabled")), engine.get(("data_types", "grad_accum_dtype"))
+    one_part = dtypes == (True, "fp32") and stage == 1 and offload_device(engine, "offload_optimizer") == "none"
+    if engine.get(("bf16", "immediate_grad_update")) is True and not one_part:
+        yield ("bf16", "immediate_grad_update"), 'it is read at stage 1 with data_types.grad_accum_dtype "fp32" only'
 
 
 def _node(path: KeyPath) -> dict[str, Any]:
@@ -84,7 +155,7 @@ def _node(path: KeyPath) -> dict[str, Any]:
 
 def _is_default(value: Any, node: dict[str, Any]) -> bool:
     if isinstance(value, dict):
-        if value.get("enabled") is False:
+        if value.get("enabled") is False and node.get("properties", {}).get("enabled", {}).get("default") is not True:
             return True
         if "null" in node.get("type", ()):
             return False  # absent is the default: a section that is there switches something on

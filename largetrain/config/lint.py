@@ -32,7 +32,8 @@ def lint_engine(document: Document, *, for_a_run: bool = False) -> LintResult:
 
     Args:
         document: the parsed file.
-        for_a_run: the number of ranks is known, so the batch triple is left to `resolve_batch`, which says more.
+        for_a_run: the number of ranks is known, so the batch triple is left to `resolve_batch`, which says more; and
+            what a run adds by itself (`autos`, `served`) is not missed.
     """
     check = SchemaCheck(document, key_places())
     data = check.check(document.data, engine_schema())
@@ -41,7 +42,10 @@ def lint_engine(document: Document, *, for_a_run: bool = False) -> LintResult:
     data = _typed_section(check, checked, "scheduler", _scheduler_node)
     rules = RULES if for_a_run else (*RULES, _batch)
     found = [checked.problem(path, text) for rule in rules for path, text in rule(checked)]
-    return LintResult(data, tuple(dict.fromkeys(check.problems + found)), tuple(dict.fromkeys(check.warnings)))
+    warnings = [*check.warnings]
+    if not for_a_run:
+        warnings += [checked.problem(path, text) for path, text in _missing(checked)]
+    return LintResult(data, tuple(dict.fromkeys(check.problems + found)), tuple(dict.fromkeys(warnings)))
 
 
 def _typed_section(check: SchemaCheck, document: Document, section: str, node_of: Any) -> dict[str, Any]:
@@ -169,16 +173,11 @@ def _zero(document: Document) -> Iterator[Finding]:
 
 
 def _optimizer(document: Document) -> Iterator[Finding]:
-    if "scheduler" in document.data and "optimizer" not in document.data:
-        yield ("scheduler",), "needs the section optimizer: DeepSpeed fails at the first step without it."
     name = optimizer_name(str(document.get(("optimizer", "type"), "")))
     if name is None:
         return
-    entry = engine_schema()["x-optimizers"][name]
-    allowed = document.get(("zero_allow_untested_optimizer",)) is True
-    if not entry["zero"] and stage_of(document) in (1, 2, 3) and not allowed:
-        text = f'{name} with ZeRO needs "zero_allow_untested_optimizer": true at the top level.'
-        yield ("optimizer", "type"), text
+    if _untested(document, name) and document.get(("zero_allow_untested_optimizer",)) is False:
+        yield ("zero_allow_untested_optimizer",), f"false refuses {name} with ZeRO; write true, or use AdamW."
     momentum, dampening = (document.get(("optimizer", "params", key), 0) for key in ("momentum", "dampening"))
     if (
         name == "SGD"
@@ -190,6 +189,21 @@ def _optimizer(document: Document) -> Iterator[Finding]:
     if amsgrad is True and torch_adam is not True and name in ("Adam", "AdamW", "Lamb"):
         text = "is not supported by DeepSpeed's own Adam and Lamb; remove it (with Adam: or add torch_adam: true)."
         yield ("optimizer", "params", "amsgrad"), text
+
+
+def _untested(document: Document, name: str) -> bool:
+    return stage_of(document) in (1, 2, 3) and not engine_schema()["x-optimizers"][name]["zero"]
+
+
+def _missing(document: Document) -> Iterator[Finding]:
+    """What DeepSpeed misses when the program around it does not add it."""
+    if "scheduler" in document.data and "optimizer" not in document.data:
+        text = "needs an optimizer: without this section, or one from the program, DeepSpeed fails at the first step."
+        yield ("scheduler",), text
+    name = optimizer_name(str(document.get(("optimizer", "type"), "")))
+    if name and _untested(document, name) and document.get(("zero_allow_untested_optimizer",)) is None:
+        text = f'{name} with ZeRO needs "zero_allow_untested_optimizer": true at the top level (a run adds it).'
+        yield ("optimizer", "type"), text
 
 
 def _scheduler(document: Document) -> Iterator[Finding]:

@@ -4,8 +4,10 @@ Drives the decoder of the `hjson` package (the one that DeepSpeed uses) through 
 here, so that repeated keys are seen and positions kept; numbers and quoteless text are checked as they are read.
 """
 
+import json
 import math
 import re
+import unicodedata
 from typing import Any
 
 from hjson.decoder import HjsonDecoder, getNext, make_scanner, scanKeyName, scantfnns
@@ -16,6 +18,7 @@ from largetrain.errors import ConfigError
 
 QUOTELESS_TEXT = re.compile(r"[A-Za-z_./~$][\w ./~:+$-]*")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+CONTROL = "Invalid control character"
 NOT_FINITE = {"nan", "infinity", "inf"}
 KIND = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
 
@@ -40,7 +43,9 @@ def parse_engine_text(file: str, text: str) -> Document:
     try:
         root = decoder.decode(text)
     except HjsonDecodeError as error:
-        raise ConfigError(f"{file}:{error.lineno}:{error.colno}: {_plain(error)}") from None
+        behind = error.msg.startswith(CONTROL)  # hjson points behind a control character
+        line, column = linecol(error.doc, error.pos - behind)
+        raise ConfigError(f"{file}:{line}:{column}: {_plain(error)}") from None
     except IndexError:  # hjson runs off the end inside /* or '''
         raise ConfigError(f"{file}:{text.count(chr(10)) + 1}: the file ends inside a comment or a text.") from None
     if not isinstance(root, _Object):
@@ -106,6 +111,8 @@ def _read_scalar(context: Any, text: str, end: int) -> tuple[Any, int]:
         raise HjsonDecodeError(f"a value is expected, found {text[error.pos : error.pos + 1]!r}", text, end) from None
     except ValueError:  # Python's limit on the digits of an integer
         raise HjsonDecodeError("the number has too many digits", text, end) from None
+    if not isinstance(value, str) and not text[end:stop].isascii():  # hjson reads the digits of any script
+        raise HjsonDecodeError(_other_digits(text[end:stop]), text, end)
     if isinstance(value, str) and not (QUOTELESS_TEXT.fullmatch(value) and _is_word(value)):
         raise HjsonDecodeError(_quoteless(value), text, end)
     return value, stop
@@ -121,11 +128,25 @@ def _quoteless(value: str) -> str:
         return f"{word} is not a finite number"
     if word in PYTHON_WORDS:
         return f"write {PYTHON_WORDS[word]} instead of {word}"
+    if unicodedata.digit(value[:1] or "x", None) is not None and not value[0].isascii():
+        return _other_digits(word)
     shown = value if len(value) <= 40 else value[:37] + "..."
     return f"cannot read {shown!r}: text without quotes reaches to the end of its line; quote it, or add the comma"
 
 
+def _other_digits(written: str) -> str:
+    """Advice for full-width and other digits than 0 to 9."""
+    plain = "".join(str(unicodedata.digit(char, char)) for char in written)
+    return f"the digits of {written} are not those of a number; write {plain}"
+
+
 def _plain(error: HjsonDecodeError) -> str:
+    if error.msg.startswith(CONTROL):
+        char = error.doc[error.pos - 1]
+        escape = json.dumps(char)[1:-1]
+        return f"a text in quotes holds a control character (or is not closed on its line); write it as {escape}."
+    if error.msg.startswith("Unterminated string"):
+        return "a text that starts here is not closed."
     message = one_line(error.msg.replace("%r", repr(error.doc[error.pos : error.pos + 1]))).rstrip(".; ")
     return message if message.endswith("?") else f"{message}."
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from largetrain.config.autos import Autos, complete_schedule
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
+from largetrain.config.combinations import combination_problems
 from largetrain.config.decoder_spec import DecoderSpec, loss_chunk_tokens, resolve_decoder, target_problems
 from largetrain.config.document import Document
 from largetrain.config.honoured import ineffective_keys, refused_keys
@@ -13,6 +14,7 @@ from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
 from largetrain.config.run_rules import expand_home, run_problems
 from largetrain.config.schema import RunConfig
+from largetrain.config.served import serve
 from largetrain.config.vocab import vocab_size_of
 from largetrain.config.world import World
 from largetrain.errors import ConfigError
@@ -43,7 +45,8 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     if decoder is None and run.model.target is None:
         autos.problems = []  # the sizes are wrong: what depends on them is not known yet
     problems += batch_problems + autos.problems
-    notes += batch_notes + autos.notes + ineffective_keys(engine)
+    notes += batch_notes + autos.notes + serve(engine) + ineffective_keys(engine)
+    problems += combination_problems(engine, world.world_size)
     if problems or batch is None:
         raise ConfigError(problems)
     for key, value in ((TOTAL, batch.global_batch), (MICRO, batch.micro_batch)):

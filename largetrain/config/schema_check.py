@@ -11,7 +11,7 @@ from typing import Any
 from largetrain.config.document import Document, KeyPath, nearest, shown
 
 Node = dict[str, Any]
-JSON_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
+JSON_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
 MAX_INTEGER = 2**63 - 1
 KINDS = {
     "boolean": "true or false",
@@ -153,7 +153,8 @@ def _text_way_out(value: str, kinds: list[str]) -> str:
             number = float(value)
         except ValueError:
             return ""
-        written = value.strip() if JSON_NUMBER.fullmatch(value.strip()) else repr(number)
+        plain = str(int(number)) if number.is_integer() and abs(number) < 2**53 else repr(number)
+        written = value.strip() if JSON_NUMBER.fullmatch(value.strip()) else plain
         return f"Write {written} without quotes." if abs(number) < float("inf") else ""
     return ""
 

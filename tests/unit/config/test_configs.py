@@ -23,7 +23,8 @@ def test_the_expected_files_are_there():
 def test_engine_config(name):
     lint = lint_engine(read_engine_file(str(FOLDER / name)))
     assert lint.problems == () and lint.warnings == ()
-    stage = int(name[4])
+    # in half precision DeepSpeed's stage 0 does not train rightly: it is handed stage 1
+    stage = 1 if name in ("zero0.json", "zero0_bf16.json") else int(name[4])
     for ranks in (1, 2, 3, 4, 8):
         resolved = load(str(FOLDER / name), str(FOLDER / "runs" / "demo.yaml"), world_size=ranks)
         assert resolved.engine["zero_optimization"]["stage"] == stage

@@ -142,7 +142,6 @@ def only_problem(text: str) -> str:
             '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
             "bf16.enabled: fp16 and bf16 are both enabled; keep one.",
         ),
-        ('{"scheduler": {"type": "WarmupLR"}}', "scheduler: needs the section optimizer"),
         (
             '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
             "zero_optimization.offload_param: needs ZeRO stage 3; the stage here is 2",
@@ -164,8 +163,21 @@ def only_problem(text: str) -> str:
         ('{"optimizer": {"type": "sgd"}}', 'optimizer.type: unknown optimizer "sgd". Did you mean SGD?'),
         ('{"optimizer": {"params": {"lr": 1}}}', "optimizer: the key type is missing."),
         (
-            '{"optimizer": {"type": "SGD", "params": {"lr": 1}}, "zero_optimization": {"stage": 1}}',
-            'optimizer.type: SGD with ZeRO needs "zero_allow_untested_optimizer": true at the top level.',
+            '{"optimizer": {"type": "SGD", "params": {"lr": 1}}, "zero_optimization": {"stage": 1}, '
+            '"zero_allow_untested_optimizer": false}',
+            "zero_allow_untested_optimizer: false refuses SGD with ZeRO; write true, or use AdamW.",
+        ),
+        (
+            '{"torch_autocast": {"enabled": true, "dtype": "bf16"}, "fp16": {"enabled": true}}',
+            "torch_autocast.enabled: autocast and fp16 are both enabled; keep one.",
+        ),
+        (
+            '{"torch_autocast": {"enabled": true}, "bfloat16": {"enabled": true}}',
+            "torch_autocast.enabled: autocast and bfloat16 are both enabled; keep one.",
+        ),
+        (
+            '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "NVMe"}}}',
+            "zero_optimization.offload_optimizer.nvme_path: is needed with device nvme",
         ),
         ('{"optimizer": {"type": "AdamW", "params": {"amsgrad": true}}}', "optimizer.params.amsgrad: is not supported"),
         (
@@ -250,6 +262,20 @@ def test_what_transformers_writes_is_accepted():
     assert result.problems == () and result.warnings == ()
     assert result.data["bf16"]["enabled"] == "auto"
     assert result.data["zero_optimization"]["sub_group_size"] == 1_000_000_000
+
+
+def test_what_the_program_around_deepspeed_may_add_is_a_warning():
+    """A lint of a file for any program; a run adds both by itself."""
+    text = '{"scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 1}}'
+    assert lint(text).problems == ()
+    assert lint(text).warnings[0].startswith("f:1: scheduler: needs an optimizer: ")
+    text = '{"optimizer": {"type": "SGD", "params": {"lr": 1}}, "zero_optimization": {"stage": 1}}'
+    assert lint(text).problems == ()
+    assert lint(text).warnings == (
+        'f:1: optimizer.type: SGD with ZeRO needs "zero_allow_untested_optimizer": true at the top level '
+        "(a run adds it).",
+    )
+    assert lint_engine(parse_engine_text("f", text), for_a_run=True).warnings == ()
 
 
 def test_old_names_still_read_by_deepspeed_are_a_warning():

@@ -85,6 +85,22 @@ def test_repeated_keys_are_refused_at_every_depth_with_line_and_column():
         ('{"a": 1 "b": 2}', "f:1:7: cannot read '1 \"b\": 2}'"),
         ("{type: AdamW, lr: 1}", "f:1:8: cannot read 'AdamW, lr: 1}'"),
         ('{"a"\n 1}', 'f:2:2: a ":" is expected after the key "a".'),
+        (
+            '{"a": "x\ny"}',
+            "f:1:9: a text in quotes holds a control character (or is not closed on its line); write it as \\n.",
+        ),
+        (
+            '{"a": "x\ty"}',
+            "f:1:9: a text in quotes holds a control character (or is not closed on its line); write it as \\t.",
+        ),
+        (
+            '{"a\x01": 1}',
+            "f:1:4: a text in quotes holds a control character (or is not closed on its line); write it as \\u0001.",
+        ),
+        ('{"a": "x', "f:1:7: a text that starts here is not closed."),
+        ('{"a": \uff11\uff10}', "f:1:7: the digits of \uff11\uff10 are not those of a number; write 10."),
+        ('{"a": 1\uff10}', "f:1:7: the digits of 1\uff10 are not those of a number; write 10."),
+        ('{"a": 1.\uff15}', "f:1:7: the digits of 1.\uff15 are not those of a number; write 1.5."),
         ("/* no end", "f:1: the file ends inside a comment or a text."),
         ('{"a": "\\ud800"}', "f: a: the text holds half of a surrogate pair"),
         ('{"a": ' + "9" * 5000 + "}", "f:1:7: the number has too many digits."),

@@ -221,6 +221,16 @@ def test_values_that_fit_are_normalised(node, value, result):
         ({"type": "boolean"}, 0, "expected true or false, got 0. Write false."),
         ({"type": "number"}, ".5", 'expected a number, got ".5" (text). Write 0.5 without quotes.'),
         ({"type": "string"}, True, "expected text, got true. Put it in quotes."),
+        (
+            {"type": "integer"},
+            "\uff11\uff10",
+            'expected a whole number, got "\uff11\uff10" (text). Write 10 without quotes.',
+        ),
+        (
+            {"type": "number"},
+            "\uff11e-\uff13",
+            'expected a number, got "\uff11e-\uff13" (text). Write 0.001 without quotes.',
+        ),
         ({"type": "number"}, "inf", 'expected a number, got "inf" (text).'),
         ({"type": "number", "maximum": 1}, 2, "must be at most 1, got 2."),
         ({"type": "string"}, ["a"], 'expected text, got ["a"].'),
