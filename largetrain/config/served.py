@@ -9,7 +9,7 @@ NEVER = 10**9
 
 
 def serve(engine: Document) -> list[str]:
-    """Complete the document in place; one note for each addition."""
+    """Complete the document in place; one note for what changes the run as it was asked for."""
     notes = []
     half = [key for key in ("fp16", "bf16") if engine.get((key, "enabled")) is True]
     if half and stage_of(engine) == 0:
@@ -18,12 +18,8 @@ def serve(engine: Document) -> list[str]:
             f"zero_optimization.stage = 1 (stage 0 with {half[0]}: DeepSpeed's stage 0 does not scale the fp16 loss "
             f"and reports no gradient norm; ZeRO-1 makes the same update with less memory)"
         )
-    if stage_of(engine) != 0 and engine.get(("zero_allow_untested_optimizer",)) is not True:
+    if stage_of(engine) != 0:  # else DeepSpeed refuses ZeRO with most of torch's optimizers
         engine.set(("zero_allow_untested_optimizer",), True)
-        notes.append(
-            "zero_allow_untested_optimizer = true (without it DeepSpeed refuses ZeRO with most of torch's optimizers)"
-        )
-    if "steps_per_print" not in engine.data:
+    if "steps_per_print" not in engine.data:  # progress is largetrain's to report
         engine.set(("steps_per_print",), NEVER)
-        notes.append(f"steps_per_print = {NEVER} (not given; silences DeepSpeed's own progress line)")
     return notes

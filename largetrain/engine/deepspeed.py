@@ -1,6 +1,6 @@
 """The `deepspeed` backend: ZeRO 0-3, offload, fp32, bf16, fp16, through `deepspeed.initialize`.
 
-Where DeepSpeed 0.19 does not do what its JSON says, the mend is here and is announced by `notes`.
+Where DeepSpeed 0.19 does not do what its JSON says, the mend is here, and in `config/served`.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,31 +39,13 @@ def stage_of(engine_config: dict[str, Any]) -> int:
     return int(engine_config.get("zero_optimization", {}).get("stage", 0))
 
 
-def served_config(engine_config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What DeepSpeed is handed for the user's engine JSON, and one line for each difference."""
-    served, notes = deepcopy(engine_config), []
-    served.setdefault("steps_per_print", 10**9)  # largetrain reports progress itself
-    if stage_of(served) == 0 and dtype_of(served) != torch.float32:
-        served.setdefault("zero_optimization", {})["stage"] = 1
-        notes.append(
-            "ZeRO stage 0 in half precision is run as stage 1: the same update with less memory; DeepSpeed 0.19's "
-            "stage 0 does not scale the fp16 loss, and reports no gradient norm"
-        )
-    if stage_of(served) == 0:
-        served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
-    if stage_of(served) >= 1 and not served.get("zero_allow_untested_optimizer"):
-        served["zero_allow_untested_optimizer"] = True
-    return served, notes
-
-
 def sharded_construction(engine_config: dict[str, Any]) -> AbstractContextManager[Any]:
     """Context in which a ZeRO-3 model is born sharded, so that no rank ever holds it whole; else does nothing."""
     if stage_of(engine_config) != 3:
         return nullcontext()
     import deepspeed
 
-    served, _ = served_config(engine_config)
-    return deepspeed.zero.Init(config_dict_or_path=served, dtype=dtype_of(engine_config))
+    return deepspeed.zero.Init(config_dict_or_path=engine_config, dtype=dtype_of(engine_config))
 
 
 class DeepSpeedBackend:
@@ -79,13 +61,16 @@ class DeepSpeedBackend:
     def __init__(self, model: nn.Module, task: Task, engine_config: dict[str, Any], device: torch.device):
         import deepspeed
 
-        served, self.notes = served_config(engine_config)
-        self.notes += check_optimizer(served, device.type)
-        self.dtype, self.stage = dtype_of(engine_config), stage_of(served)
+        served = deepcopy(engine_config)
+        self.notes = check_optimizer(served, device.type)
+        self.dtype, self.stage = dtype_of(served), stage_of(served)
         self.task, self.device = task, device
         self.accumulation = int(served["gradient_accumulation_steps"])
         self.data_parallel = dist.get_world_size()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        clip = float(served["gradient_clipping"])
+        if self.stage == 0:
+            served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
         with spared_compiler_imports(served):
             optimizer = torch_adam(served, parameters)
             if optimizer is not None:
@@ -94,7 +79,6 @@ class DeepSpeedBackend:
                 model=model, model_parameters=parameters, optimizer=optimizer, config=served
             )
         if self.stage == 0:
-            clip = float(engine_config["gradient_clipping"])
             skip_infinite_updates(self.optimizer, parameters, clip)
         self._arithmetic = self._half_arithmetic()
         self._scale_is_dynamic = self._defer_loss_scale()

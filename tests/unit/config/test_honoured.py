@@ -279,7 +279,6 @@ def test_zero_is_let_to_take_any_optimizer(given):
     assert load(None, None, given).engine["zero_allow_untested_optimizer"] is True
     untested = load(None, None, ["optimizer={type: SGD, params: {lr: 0.1}}"])
     assert untested.engine["zero_allow_untested_optimizer"] is True
-    assert any(note.startswith("zero_allow_untested_optimizer = true (") for note in untested.notes)
     (problem,) = mistakes("optimizer={type: SGD, params: {lr: 0.1}}", "zero_allow_untested_optimizer=false")
     assert "false refuses SGD with ZeRO" in problem
 
