@@ -145,7 +145,8 @@ def _agree_on_data(data: DataBundle) -> None:
         raise ConfigError(
             f"data: ranks see different data. Rank 0: {words.format(*seen[0])}; rank {other}: "
             f"{words.format(*seen[other])}. Give every host the same files; a data.target must give every rank the "
-            f"whole dataset, which is then shared out"
+            f"whole dataset, which is then shared out",
+            on_all_ranks=True,
         )
 
 
@@ -190,7 +191,8 @@ def _state(start: Start, total_steps: int, max_skipped: int) -> TrainState:
     if state.step > total_steps:
         raise ConfigError(
             f"--resume {start.checkpoint}: {state.step} updates are done, more than the {total_steps} asked for. "
-            f"Give a larger --steps, or an earlier checkpoint"
+            f"Give a larger --steps, or an earlier checkpoint",
+            on_all_ranks=True,
         )
     if state.skipped_in_a_row >= max_skipped:
         state.skipped_in_a_row = 0  # the guard had stopped it; whoever goes on gets as many tries again

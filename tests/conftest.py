@@ -13,6 +13,13 @@ LAUNCHER_VARIABLES = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE",
+    "PMI_RANK",
 )
 GPU_TESTS = Path(__file__).parent / "gpu"
 

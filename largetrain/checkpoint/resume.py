@@ -61,7 +61,7 @@ def decide_start(name: str, output: str | None, resume: str | None) -> Start:
             outcome[1] = error.problems
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise ConfigError(outcome[1])
+        raise ConfigError(outcome[1], on_all_ranks=True)
     start: Start = outcome[0]
     return start
 
@@ -84,7 +84,8 @@ def check_fit(start: Start, facts: dict[str, Any]) -> list[str]:
         for where, then, now in _differences(words, saved.get(key), facts[key])
     ]
     if problems:
-        raise ConfigError([*problems, "A checkpoint continues on the layout that wrote it; restore the values named"])
+        advice = "A checkpoint continues on the layout that wrote it; restore the values named"
+        raise ConfigError([*problems, advice], on_all_ranks=True)
     return [
         f"resume: {where} was {then}, now {now}: the new value holds from here on"
         for key, words in FREE.items()
