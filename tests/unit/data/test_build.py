@@ -56,7 +56,7 @@ def test_the_vocabulary_must_fit_the_model(tmp_path):
 
 
 def test_a_global_batch_larger_than_the_data_is_refused(tmp_path):
-    """Case 24."""
+    """Too little data is refused with the numbers found and needed."""
     run = run_of(tmp_path, source=text_file(tmp_path, 200), validation_fraction=0.1)
     with pytest.raises(ConfigError) as caught:
         build_data(resolved_of(run, batch_of(4, 2, 2)))

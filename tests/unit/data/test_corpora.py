@@ -1,4 +1,4 @@
-"""Reading documents: formats, faults with their place, and what is skipped (cases 23 and 26)."""
+"""Reading documents: formats, faults with their place, and what is skipped."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ def test_a_file_named_twice_is_read_once(tmp_path):
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path):
-    """Case 23."""
+    """An empty document is skipped and counted, wherever it stands."""
     (tmp_path / "a.jsonl").write_bytes(lines({"text": ""}, {"text": "one"}, {"text": " \n"}, {"text": "two"}) + b"\n")
     found, reading = read(tmp_path / "a.jsonl")
     assert found == ["one", "two"] and reading.empty == 3 and reading.bad == 0
@@ -84,7 +84,7 @@ def test_empty_documents_are_skipped_and_counted(tmp_path):
     ids=range(10),
 )
 def test_faults_of_a_line_are_told_with_file_and_line(tmp_path, line, told):
-    """Case 26."""
+    """Bytes that are no text, a BOM, CRLF and a line cut short: named by file and line, or skipped and counted."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines({"text": "one"}) + b"\n" + line + b"\n" + lines({"text": "two"}))
     message = fails(path)

@@ -68,7 +68,7 @@ def test_neighbours_are_spread():
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 3, 4])
 def test_ranks_are_disjoint_and_an_epoch_is_whole(data_parallel):
-    """Case 33: union per epoch is the whole set, ranks share nothing, epochs differ."""
+    """Union per epoch is the whole set, ranks share nothing, epochs differ."""
     samples, micro = 24, 2
     order = SampleOrder(samples, global_batch=micro * data_parallel, seed=1)
     updates = samples // order.global_batch
@@ -134,7 +134,7 @@ def test_without_shuffling_the_order_is_the_identity():
     [(10, 4, 1, 2, 2), (10, 4, 2, 5, 0), (10, 4, 0.7, 1, 3), (10, 1, 0.7, 7, 0), (3, 4, 1, 0, 3), (6, 4, 2.0, 3, 0)],
 )
 def test_updates_of_epochs_are_known_before_the_start(samples, batch, epochs, steps, dropped):
-    """Case 40: what does not fill a last update is counted."""
+    """What does not fill a last update is counted."""
     order = SampleOrder(samples, batch, 0)
     assert (order.steps_for(epochs), order.dropped_for(epochs)) == (steps, dropped)
 

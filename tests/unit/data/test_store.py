@@ -24,7 +24,7 @@ def test_the_type_holds_every_id(vocab_size, dtype):
 
 
 def test_ids_above_65535_come_back(tmp_path):
-    """Case 21."""
+    """Ids above 65535 must not wrap."""
     split = write(tmp_path, 70_000, [5, 65535], [], [65536, 69999])
     verify(tmp_path, "train", split, 70_000)
     tokens = map_tokens(tmp_path, "train", split)

@@ -1,4 +1,4 @@
-"""From files to samples: the split, the cache, and refusals (cases 23, 24 and 26)."""
+"""From files to samples: the split, the cache, and refusals."""
 
 import errno
 import itertools
@@ -161,7 +161,7 @@ def test_all_empty_is_an_error_that_says_so(tmp_path, content):
 
 
 def test_a_split_shorter_than_one_sample_is_refused(tmp_path):
-    """Case 24: the message names the split, the tokens found and those needed."""
+    """The message names the split, the tokens found and those needed."""
     (tmp_path / "a.txt").write_text("x" * 10)
     with pytest.raises(ConfigError, match=r"data.source: the train split has 10 tokens, but one sample needs 17 "):
         prepare(run_of(tmp_path, source=str(tmp_path / "a.txt")), 16, 257)
