@@ -68,14 +68,21 @@ def test_a_dry_run_prints_the_resolved_run_and_writes_nothing(folder):
     assert not (folder / "cache").exists()
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/largetrain-output"])
-def test_an_output_that_cannot_be_written_is_one_clear_line(folder, place):
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("file", "file is a file, not a folder; name another."),
+        ("file/below", "file is a file, not a folder; name another."),
+        ("/proc/largetrain-output", "cannot be written: "),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_clear_line(folder, place, told):
     (folder / "file").write_text("I am a file")
     ranks = run_ranks(run_command, 2, arguments(folder, "--steps", "3", output=place))
     assert [code for code, _, _ in ranks] == [2, 2]
     _, out, err = ranks[0]
     assert len(err.splitlines()) == 1
-    assert err.startswith(f"largetrain: --output {folder / place}: cannot be written: ")
+    assert err.startswith(f"largetrain: --output {folder / place}: ") and told in err
     assert ranks[1][2] == ""
     assert not (folder / "cache").exists()  # found out before the data are prepared
     assert "step" not in out
