@@ -6,6 +6,7 @@ DeepSpeed is changed, and `pip install -U deepspeed` changes nothing here.
 
 * `deepspeed [options] -m NAME ...` becomes `deepspeed [options] --module NAME ...`, the spelling that DeepSpeed knows.
   Only an `-m` in the place of the script counts; what follows the script belongs to the script.
+* The launcher's INFO lines are left out for `--module largetrain` unless its `--verbose` asks for them.
 * The `deepspeed` command imports torch and all of DeepSpeed twice (`runner`, then `launch`) before the first rank
   starts, and needs of them a logger, a device count and the name of one environment variable. On a machine without an
   accelerator these three are provided here, if the launcher's files are the ones that this was written for.
@@ -65,6 +66,22 @@ def with_module_flag(arguments: list[str]) -> list[str]:
             return [*arguments[:index], "--module", argument[2:], *arguments[index + 1 :]]
         index += 2 if _takes_next(argument) else 1
     return arguments
+
+
+def quietened(arguments: list[str]) -> list[str]:
+    """Ask the launcher for warnings only when it starts `--module largetrain`; INFO lines come with `--verbose`.
+
+    A log level that is given is left alone, and so is the launch of anything else.
+    """
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-"):
+        if arguments[index].startswith(("-q", "--q", "--log_level")):
+            return arguments
+        index += 2 if _takes_next(arguments[index]) else 1
+    options, script = arguments[:index], arguments[index:]
+    if script[:1] != ["largetrain"] or not any(option.startswith("--mod") for option in options):
+        return arguments
+    return arguments if "--verbose" in script else ["--log_level=warning", *arguments]
 
 
 def _takes_next(argument: str) -> bool:
@@ -205,7 +222,7 @@ def install() -> None:
     if module is None:
         return
     if module == RUNNER:
-        sys.argv[1:] = with_module_flag(sys.argv[1:])
+        sys.argv[1:] = quietened(with_module_flag(sys.argv[1:]))
     if "deepspeed" in sys.modules or any(argument.startswith("--auto") for argument in sys.argv) or not on_cpu_only():
         return
     spec = importlib.util.find_spec("deepspeed")

@@ -38,6 +38,27 @@ def test_only_an_m_in_the_place_of_the_script_is_rewritten(typed, expected):
     assert hook.with_module_flag(typed.split()) == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "quiet"),
+    [
+        ("--num_gpus=8 --module largetrain --steps 1", True),
+        ("--num_gpus 8 -H hosts --module largetrain", True),
+        ("--mod largetrain", True),
+        ("--module largetrain --verbose", False),
+        ("--log_level info --module largetrain", False),
+        ("--log_level=debug --module largetrain", False),
+        ("-q --module largetrain", False),
+        ("--module other largetrain", False),
+        ("largetrain --module largetrain", False),
+        ("train.py", False),
+        ("", False),
+    ],
+)
+def test_the_launcher_is_quiet_for_largetrain_alone(arguments, quiet):
+    typed = arguments.split()
+    assert hook.quietened(typed) == (["--log_level=warning", *typed] if quiet else typed)
+
+
 def launcher_parser(monkeypatch) -> argparse.ArgumentParser:
     """The parser that DeepSpeed's runner builds inside of `parse_args`."""
     from deepspeed.launcher import runner
