@@ -1,5 +1,6 @@
 """The loop: sequence optimizer updates, tell the callbacks, nothing else."""
 
+import gc
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -51,6 +52,8 @@ class Trainer:
 
         However it ends, the loader's processes are gone and every callback was told.
         """
+        gc.collect()
+        gc.freeze()  # what was built lasts as long as the run: the collector need not walk it again in every pass
         try:
             for callback in self.callbacks:
                 callback.on_start(self.state.step)
