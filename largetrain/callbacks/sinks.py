@@ -12,6 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from largetrain.callbacks.recorder import Row
 
+FLUSH_S = 5
 # written to the metrics file only: bookkeeping, not curves
 NOT_PLOTTED = frozenset({"step", "time", "tokens", "applied", "memory_bytes"})
 
@@ -70,7 +71,8 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
+            # a Ctrl-C in the middle of a write can leave the writer's thread asleep until its next flush is due
+            self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=FLUSH_S)
         for row in rows:
             for key, value in row.items():
                 if key not in NOT_PLOTTED:

@@ -174,7 +174,7 @@ def test_the_checks_run_in_order_and_the_first_failure_ends_them(tmp_path):
     assert launch(TEST, "-k", "one", VENV=venv).returncode == 0
     names = [call.split()[0] for call in calls(venv)]
     assert names == ["ruff", "ruff", "mypy", "lint-imports", "largetrain", "pytest"]
-    assert calls(venv)[-1] == "pytest -k one"
+    assert calls(venv)[-1] == "pytest --reruns 1 -k one"
     (venv / "calls").unlink()
     done = launch(TEST, VENV=venv, EXIT_mypy=1)
     assert done.returncode == 1

@@ -19,7 +19,7 @@ from largetrain.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 RANK_PROGRAM = """\
 import os, sys
-print("rank", os.environ["RANK"], sys.argv[1:], flush=True)
+sys.stdout.write(f"rank {os.environ['RANK']} {sys.argv[1:]}\\n")  # in one piece: two ranks share the pipe
 sys.exit(int(os.environ.get("RANK_EXIT", "0")))
 """
 
