@@ -7,7 +7,7 @@ Imports neither torch nor deepspeed.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -33,15 +33,31 @@ class Section(BaseModel):
     model_config = STRICT
 
 
-class ModelConfig(Section):
+class ModelBase(Section):
+    """What every model section has."""
+
+    target: str | None = None
+    """`package.module:Name` of your own torch.nn.Module; replaces the built-in model."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `target`."""
+
+
+class DataBase(Section):
+    """What every data section has."""
+
+    target: str | None = None
+    """`package.module:Name` of your own map-style dataset of dicts; replaces the built-in sources."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `target`; `split` ("train" or "validation") is added."""
+    workers: Processes = 0
+    """Loader processes per rank."""
+
+
+class ModelConfig(ModelBase):
     """What is trained: a decoder-only transformer by preset and sizes, or your own class by `target`."""
 
     preset: str = "demo"
     """A named size (see `largetrain config --reference`); every other key of this section overrides it."""
-    target: str | None = None
-    """`package.module:Name` of your own torch.nn.Module; replaces the decoder."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of `target`."""
     style: Literal["gpt", "llama"] | None = None
     """`gpt`: learned positions, LayerNorm, GELU, biases. `llama`: rotary, RMSNorm, SwiGLU, no biases."""
     vocab_size: Size | Auto = "auto"
@@ -73,7 +89,7 @@ class ModelConfig(Section):
     64 Mi logits, 256 MiB in fp32. A batch that needs several chunks computes the head twice."""
 
 
-class DataConfig(Section):
+class DataConfig(DataBase):
     """Where the text comes from and how it is cut into samples."""
 
     source: str | list[str] = "builtin"
@@ -92,12 +108,6 @@ class DataConfig(Section):
     """Undecodable text or broken JSON lines: stop with file and line, or skip and count."""
     cache: str | None = None
     """Folder of tokenized files, keyed by content; absent: `$XDG_CACHE_HOME/largetrain`."""
-    workers: Processes = 0
-    """Loader processes per rank."""
-    target: str | None = None
-    """`package.module:Name` of your own map-style dataset of dicts; replaces the text sources."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of `target`; `split` ("train" or "validation") is added."""
 
 
 class EvaluationConfig(Section):
@@ -105,6 +115,8 @@ class EvaluationConfig(Section):
 
     every_steps: CountOrNone = 0
     """Updates between evaluations; 0: only at the end of training."""
+    every_epochs: PositiveFloat | None = None
+    """The same in passes over the training data; give one of the two."""
     at_end: bool = True
     """Evaluate after the last update."""
     max_samples: Count | None = None
@@ -116,10 +128,16 @@ class CheckpointsConfig(Section):
 
     every_steps: CountOrNone = 0
     """Updates between checkpoints; 0: only at the end of training."""
+    every_epochs: PositiveFloat | None = None
+    """The same in passes over the training data; give one of the two."""
     at_end: bool = True
     """Write one after the last update."""
     keep_last: CountOrNone = 2
     """Newest checkpoints of this run to keep; 0 keeps all."""
+    best: str | None = None
+    """Figure of the evaluation, such as `top1`, `miou` or `loss`, whose best value is kept: a checkpoint is written at
+    each new best, `checkpoints/best` names it, and it is never deleted. Of `loss` and `perplexity` the smallest is
+    best, of all others the largest."""
 
 
 class LoggingConfig(Section):
@@ -149,25 +167,94 @@ class RuntimeConfig(Section):
     """Longest wait of a collective before the run is given up, in seconds."""
 
 
-class RunConfig(Section):
-    """One run: model, data, length, evaluation, checkpoints, logging."""
+class ScheduleConfig(Section):
+    """Learning rate over the updates; takes the place of the engine JSON's `scheduler`, which has no step and no poly
+    decay. Update k of T, with a warm-up of W updates, takes the optimizer's rate times: k / W during the warm-up (from
+    `warmup_start`), then the decay at x = (k - 1 - W) / (T - W), never less than `final`."""
 
+    type: Literal["constant", "step", "poly", "cosine"] = "cosine"
+    """`constant`; `step`: `gamma` at each milestone; `poly`: (1 - x) ** `power`; `cosine`: (1 + cos(pi x)) / 2."""
+    warmup: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    """Length of the warm-up in epochs."""
+    warmup_start: Fraction = 0.0
+    """Factor that the warm-up starts from."""
+    milestones: list[PositiveFloat] = []
+    """Epochs after which `step` multiplies by `gamma`."""
+    gamma: PositiveFloat = 0.1
+    """Factor at each milestone of `step`."""
+    power: PositiveFloat = 0.9
+    """Exponent of `poly`."""
+    final: Fraction = 0.0
+    """Smallest factor that the decay reaches."""
+
+
+class ParametersConfig(Section):
+    """What differs between parameters, beside the engine JSON's optimizer."""
+
+    norm_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of normalisation layers' parameters; absent: the optimizer's."""
+    bias_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of biases; absent: the optimizer's."""
+    lr_factors: dict[str, Annotated[float, Field(ge=0.0, le=1e6)]] = {}
+    """Parameter name prefix, such as `backbone` or `classifier`, -> factor on the learning rate; 0 freezes. The longest
+    prefix that fits holds."""
+    lr_for_batch: Count | None = None
+    """Global batch that the optimizer's learning rate is meant for: it is multiplied by global batch / this (Goyal et
+    al. 2017). Absent: the rate is as written for any batch."""
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, evaluated beside them and kept in checkpoints (backend `ddp`)."""
+
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9999
+    """Share of the average that each step keeps."""
+    every_steps: Count = 1
+    """Updates between steps of the average."""
+    warmup_epochs: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    """During the first so many epochs the average is a copy of the weights."""
+
+
+class RunConfig(Section):
+    """One run: model, data, length, evaluation, checkpoints, logging. The task decides what model and data hold."""
+
+    task: str = "language_modeling"
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
     """Name of the run; part of the default output folder."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
-    """Seed of initial weights, data order and dropout."""
+    """Seed of initial weights, data order, dropout and augmentation."""
     steps: Count | None = None
     """Optimizer updates to run; give this or `epochs`. Neither: 300 steps."""
     epochs: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
     """Passes over the training data instead of `steps`."""
     output: str | None = None
     """Output folder; absent: `runs/<name>-<time>/`."""
-    backend: Literal["auto", "deepspeed"] = "auto"
-    """What runs the optimizer steps; `auto` chooses by the model."""
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
+    backend: Literal["auto", "deepspeed", "ddp"] = "auto"
+    """What runs the optimizer steps. `auto`: `ddp` for a model with trained batch normalisation or with at least half
+    of its parameters in convolutions, else `deepspeed`."""
+    sync_batch_norm: Literal["auto", "on", "off"] | bool = "auto"
+    """Batch statistics over all ranks. `auto`: on with several ranks and either dense prediction, fewer than 16 images
+    per rank, or a batch norm that sees 1x1 maps."""
+    sync_batch_norm_ranks: Count | Literal["all", "node"] = "all"
+    """Ranks that share batch statistics: all, those of one host, or so many neighbours."""
+    model: ModelBase = ModelConfig()
+    data: DataBase = DataConfig()
+    engine: dict[str, Any] = {}
+    """Keys of the engine JSON that this run needs otherwise; they go over the file of `--ds_config`. An optimizer or
+    scheduler with a `type` replaces the file's whole section; null takes a key out."""
+    schedule: ScheduleConfig | None = None
+    parameters: ParametersConfig = ParametersConfig()
+    ema: EmaConfig | None = None
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     logging: LoggingConfig = LoggingConfig()
     guard: GuardConfig = GuardConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+class LanguageRun(RunConfig):
+    """Next-token prediction on text."""
+
+    task: Literal["language_modeling"] = "language_modeling"
+    """`language_modeling`, `classification` or `segmentation`: decides which keys model and data have."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
