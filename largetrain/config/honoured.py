@@ -104,11 +104,11 @@ def refused_keys(engine: Document) -> list[str]:
     problems = []
     for key, reason in REFUSED.items():
         path = tuple(key.split("."))
-        value, node = engine.get(path), _node(path)
-        if value is not None and not _is_default(value, node):
+        value, node = engine.get(path), schema_node(path)
+        if value is not None and not is_default(value, node):
             problems.append(engine.problem(_first_changed(value, node, path), reason))
     devices = [engine.get(("zero_optimization", key, "device")) for key in ("offload_param", "offload_optimizer")]
-    if "aio" in engine.data and "nvme" not in devices and not _is_default(engine.data["aio"], _node(("aio",))):
+    if "aio" in engine.data and "nvme" not in devices and not is_default(engine.data["aio"], schema_node(("aio",))):
         problems.append(engine.problem(("aio",), NVME))
     return problems
 
@@ -123,10 +123,10 @@ def _idle(engine: Document) -> Iterator[tuple[KeyPath, str]]:
     for key, why in IDLE.items():
         path = tuple(key.split("."))
         value = engine.get(path)
-        if value not in (None, NEVER) and not _is_default(value, _node(path)):
+        if value not in (None, NEVER) and not is_default(value, schema_node(path)):
             yield path, why
     for section, held in engine.data.items():
-        has_switch = "enabled" in _node((section,)).get("properties", {}) and section not in REFUSED
+        has_switch = "enabled" in schema_node((section,)).get("properties", {}) and section not in REFUSED
         if has_switch and isinstance(held, dict) and held and "enabled" not in held:
             yield (section,), 'it is not switched on ("enabled": true)'
     zero, stage = engine.get(("zero_optimization",), {}), stage_of(engine)
@@ -144,7 +144,8 @@ def _idle(engine: Document) -> Iterator[tuple[KeyPath, str]]:
         yield ("bf16", "immediate_grad_update"), 'it is read at stage 1 with data_types.grad_accum_dtype "fp32" only'
 
 
-def _node(path: KeyPath) -> dict[str, Any]:
+def schema_node(path: KeyPath) -> dict[str, Any]:
+    """The schema of one key of the engine JSON."""
     node: dict[str, Any] = engine_schema()
     if path[:2] == ("scheduler", "params"):
         return {"default": -1}
@@ -153,14 +154,15 @@ def _node(path: KeyPath) -> dict[str, Any]:
     return node
 
 
-def _is_default(value: Any, node: dict[str, Any]) -> bool:
+def is_default(value: Any, node: dict[str, Any]) -> bool:
+    """Whether a key that holds `value` asks for nothing but what happens anyway."""
     if isinstance(value, dict):
         if value.get("enabled") is False and node.get("properties", {}).get("enabled", {}).get("default") is not True:
             return True
         if "null" in node.get("type", ()):
             return False  # absent is the default: a section that is there switches something on
         properties = node.get("properties", {})
-        return all(_is_default(below, properties.get(key, {})) for key, below in value.items())
+        return all(is_default(below, properties.get(key, {})) for key, below in value.items())
     if isinstance(value, str) and isinstance(node.get("default"), str):
         return value.lower() == node["default"].lower()
     return "default" in node and value == node["default"]
@@ -171,5 +173,5 @@ def _first_changed(value: Any, node: dict[str, Any], path: KeyPath) -> KeyPath:
     if not isinstance(value, dict) or "enabled" in value:
         return path
     properties = node.get("properties", {})
-    changed = [key for key, below in value.items() if not _is_default(below, properties.get(key, {}))]
+    changed = [key for key, below in value.items() if not is_default(below, properties.get(key, {}))]
     return (*path, changed[0]) if len(changed) == 1 else path

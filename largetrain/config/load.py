@@ -1,5 +1,6 @@
 """Reading a run's configuration: two files, flags and `--set` in; one frozen `Resolved` out, or all mistakes."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from largetrain.config.parse import read_engine_file, read_run_file
 from largetrain.config.parse_engine import parse_engine_text
 from largetrain.config.resolve import resolve
 from largetrain.config.resolved import Resolved
+from largetrain.config.run_engine import lay_over, schedule_over
 from largetrain.config.run_schema import check_run
 from largetrain.config.world import World, launch_world
 from largetrain.errors import ConfigError, on_every_rank
@@ -56,18 +58,20 @@ def load(
     run = _read(lambda: read_run_file(config) if config is not None else Document(DEFAULT_RUN_NAME, {}), problems)
     if engine is None or run is None:
         raise ConfigError(problems)
+    laid_problems, laid_notes = lay_over(engine, run)
     over = Overrides(engine, run)
     over.apply(flags, overrides)
+    schedule_problems, schedule_notes = schedule_over(engine, run)
     lint = lint_engine(engine, for_a_run=True)
     run_config, run_problems = check_run(run)
-    problems += [*over.problems, *lint.problems, *run_problems]
+    problems += [*laid_problems, *over.problems, *schedule_problems, *lint.problems, *run_problems]
     if problems or run_config is None:
         raise ConfigError(in_file_order(problems))
     engine.data = lint.data
     world = World(world_size=world_size, local_world_size=local_world_size, source=world_size_source)
     resolved = resolve(engine, run, run_config, world)
-    notes = (*over.notes, *lint.warnings, *resolved.notes)
-    return Resolved(resolved.run, resolved.engine, resolved.batch, resolved.total_steps, resolved.decoder, notes)
+    notes = (*laid_notes, *over.notes, *schedule_notes, *lint.warnings, *resolved.notes)
+    return dataclasses.replace(resolved, notes=notes)
 
 
 def in_file_order(problems: Sequence[str]) -> list[str]:

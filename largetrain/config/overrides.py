@@ -6,7 +6,7 @@ from typing import Any
 from largetrain.config.document import Document, dotted, nearest, shown
 from largetrain.config.engine_schema import engine_keys, key_places
 from largetrain.config.parse_run import parse_value
-from largetrain.config.run_schema import run_places, run_schema
+from largetrain.config.run_schema import run_keys, run_places, task_of
 
 Flags = Mapping[str, tuple[str, Any]]
 
@@ -48,13 +48,12 @@ class Overrides:
         first, _, rest = key.partition(".")
         if first in ("engine", "run") and rest:
             return first, rest
-        run_keys = run_schema()["properties"]
         if first in engine_keys():
             return "engine", key
-        if first in run_keys:
+        if first in run_keys():
             return "run", key
-        places = {**key_places(), **run_places()}
-        near = dotted(places[first]) if first in places else nearest(first, [*engine_keys(), *run_keys])
+        places = {**key_places(), **run_places(task_of(self.run))}
+        near = dotted(places[first]) if first in places else nearest(first, [*engine_keys(), *run_keys()])
         hint = (
             f" Did you mean {near}{'.' + rest if rest else ''}?"
             if near

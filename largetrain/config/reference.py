@@ -7,7 +7,7 @@ from largetrain.config.decoder_spec import PRESETS
 from largetrain.config.document import shown
 from largetrain.config.engine_schema import engine_schema
 from largetrain.config.honoured import REFUSED
-from largetrain.config.run_schema import run_schema
+from largetrain.config.run_schema import DEFAULT_TASK, RUNS, run_schema
 
 Node = dict[str, Any]
 KIND_WORDS = {"boolean": "true/false", "integer": "integer", "number": "number", "string": "text", "array": "list"}
@@ -19,6 +19,10 @@ def reference() -> str:
     lines = ["RUN YAML (--config FILE)", ""]
     lines += _section(run_schema(), ())
     lines += ["", f"Presets of model.preset: {', '.join(PRESETS)}."]
+    for task in RUNS:
+        if task != DEFAULT_TASK:
+            sections = {key: run_schema(task)["properties"][key] for key in ("model", "data", "loss")}
+            lines += ["", f"RUN YAML, with task: {task}", "", *_section({"properties": sections}, ())]
     versions = schema["x-versions"]
     lines += ["", "", f"ENGINE JSON (--ds_config FILE), of DeepSpeed {versions['deepspeed']}", ""]
     lines += _section(schema, ())
@@ -38,8 +42,9 @@ def reference() -> str:
 def json_schema(which: str) -> Node:
     """The JSON schema (draft 2020-12) of the `engine` JSON or the `run` YAML, without our own keywords."""
     if which == "run":
-        schema = {"$schema": engine_schema()["$schema"], "title": "largetrain run configuration", **run_schema()}
-        return _plain(schema)
+        schema = {"$schema": engine_schema()["$schema"], "title": "largetrain run configuration", "type": "object"}
+        choices = [_of_task(task) for task in RUNS]
+        return {**schema, "anyOf": choices}
     schema = copy.deepcopy(engine_schema())
     optimizer, scheduler = schema["properties"]["optimizer"], schema["properties"]["scheduler"]
     optimizer["properties"]["type"]["examples"] = list(schema["x-optimizers"])
@@ -47,6 +52,12 @@ def json_schema(which: str) -> Node:
     optimizer["allOf"] = [_when(name, _joined(entry)) for name, entry in schema["x-optimizers"].items()]
     scheduler["allOf"] = [_when(name, node) for name, node in schema["x-schedulers"].items()]
     return _plain(schema)
+
+
+def _of_task(task: str) -> Node:
+    schema = _plain(run_schema(task))
+    schema["properties"]["task"] = {**schema["properties"]["task"], "enum": [task], "default": task}
+    return schema if task == DEFAULT_TASK else {**schema, "required": ["task"]}
 
 
 def _section(node: Node, path: tuple[str, ...]) -> list[str]:

@@ -2,19 +2,17 @@
 
 import copy
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 from largetrain.config.autos import Autos, complete_schedule
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
-from largetrain.config.combinations import combination_problems
 from largetrain.config.decoder_spec import DecoderSpec, loss_chunk_tokens, resolve_decoder, target_problems
 from largetrain.config.document import Document
-from largetrain.config.honoured import ineffective_keys, refused_keys
 from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
-from largetrain.config.run_rules import expand_home, run_problems
-from largetrain.config.schema import RunConfig
-from largetrain.config.served import serve
+from largetrain.config.run_rules import backend_problems, expand_home, run_problems
+from largetrain.config.schema import LanguageRun, RunConfig
+from largetrain.config.settle import settle
 from largetrain.config.vocab import vocab_size_of
 from largetrain.config.world import World
 from largetrain.errors import ConfigError
@@ -37,16 +35,25 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     engine = Document(engine.file, copy.deepcopy(engine.data), engine.origins)
     notes = use_new_names(engine)
     run = expand_home(run)
-    problems = [*run_problems(run, run_document), *refused_keys(engine)]
-    run, decoder = _model(run, run_document, problems, notes)
+    problems = run_problems(run, run_document)
+    decoder = None
+    if isinstance(run, LanguageRun):
+        run, decoder = _model(run, run_document, problems, notes)
     batch, batch_problems, batch_notes = resolve_batch(engine, world.world_size, world.source)
+    if batch is not None:
+        notes += _scale_learning_rate(engine, run, run_document, batch.global_batch, problems)
     autos = Autos(engine, decoder)
     autos.resolve()
-    if decoder is None and run.model.target is None:
+    if decoder is None and isinstance(run, LanguageRun) and run.model.target is None:
         autos.problems = []  # the sizes are wrong: what depends on them is not known yet
     problems += batch_problems + autos.problems
-    notes += batch_notes + autos.notes + serve(engine) + ineffective_keys(engine)
-    problems += combination_problems(engine, world.world_size)
+    notes += batch_notes + autos.notes
+    backend = _backend(run, decoder)
+    if backend is not None:
+        settle_problems, settle_notes = settle(engine, backend, world.world_size)
+        problems += settle_problems
+        notes += settle_notes
+    problems += backend_problems(run, run_document, backend, world)
     if problems or batch is None:
         raise ConfigError(problems)
     for key, value in ((TOTAL, batch.global_batch), (MICRO, batch.micro_batch)):
@@ -58,12 +65,39 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
         notes.append(f"steps = {DEFAULT_STEPS} (neither steps nor epochs is given)")
     if run.steps is not None:
         notes += complete_schedule(engine.data, run.steps)
-    return Resolved(run, engine.data, batch, run.steps, decoder, tuple(notes))
+    return Resolved(run, engine.data, batch, run.steps, decoder, tuple(notes), backend, engine)
+
+
+def _backend(run: RunConfig, decoder: DecoderSpec | None) -> str | None:
+    """The backend as far as it is known without the model; the built-in decoder has neither convolutions nor BN."""
+    if run.backend != "auto":
+        return run.backend
+    is_decoder = decoder is not None or (isinstance(run, LanguageRun) and run.model.target is None)
+    return "deepspeed" if is_decoder else None
+
+
+def _scale_learning_rate(
+    engine: Document, run: RunConfig, document: Document, global_batch: int, problems: list[str]
+) -> list[str]:
+    """`parameters.lr_for_batch`: the linear rule, on the optimizer's rate before anything is derived from it."""
+    meant_for, path = run.parameters.lr_for_batch, ("optimizer", "params", "lr")
+    if meant_for is None:
+        return []
+    rate = engine.get(path)
+    if not isinstance(rate, int | float):
+        text = "scales optimizer.params.lr, which must be a number then; write it in the engine JSON."
+        problems.append(document.problem(("parameters", "lr_for_batch"), text))
+        return []
+    if rate * global_batch == rate * meant_for:
+        return []
+    scaled = rate * global_batch / meant_for
+    engine.set(path, scaled)
+    return [f"optimizer.params.lr = {scaled:.6g} ({rate:g} x global batch {global_batch} / {meant_for})"]
 
 
 def _model(
-    run: RunConfig, document: Document, problems: list[str], notes: list[str]
-) -> tuple[RunConfig, DecoderSpec | None]:
+    run: LanguageRun, document: Document, problems: list[str], notes: list[str]
+) -> tuple[LanguageRun, DecoderSpec | None]:
     """The vocabulary's size and the decoder's; problems carry the place of the key that they name."""
     try:
         size = run.model.vocab_size
@@ -86,7 +120,7 @@ def _model(
         return run, None
 
 
-def _check_vocabulary(run: RunConfig, size: int) -> None:
+def _check_vocabulary(run: LanguageRun, size: int) -> None:
     """Rows for every token id: fewer would index past the embedding."""
     if run.data.target is None and size < (needed := vocab_size_of(run.data.tokenizer)):
         raise ConfigError(
@@ -119,5 +153,8 @@ def _threads(run: RunConfig, world: World, notes: list[str]) -> RunConfig:
     return _with(run, "runtime", threads=threads)
 
 
-def _with(run: RunConfig, section: str, **values: Any) -> RunConfig:
+AnyRun = TypeVar("AnyRun", bound=RunConfig)
+
+
+def _with(run: AnyRun, section: str, **values: Any) -> AnyRun:
     return run.model_copy(update={section: getattr(run, section).model_copy(update=values)})

@@ -9,7 +9,10 @@ from typing import Any
 from largetrain.config.autos import complete_schedule
 from largetrain.config.batch import Batch
 from largetrain.config.decoder_spec import DecoderSpec
+from largetrain.config.document import Document
 from largetrain.config.schema import RunConfig
+from largetrain.config.settle import settle
+from largetrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Resolved:
     """Sizes of the built-in decoder; None with `model.target`."""
     notes: tuple[str, ...]
     """One line for each number that was derived or overridden."""
+    backend: str | None = None
+    """"deepspeed" or "ddp"; None while it waits for the model (`backend: auto` on a model that is not the decoder)."""
+    document: Document | None = None
+    """The engine JSON with the places of its keys, for the messages of `with_backend`."""
 
     def with_steps(self, total_steps: int) -> "Resolved":
         """The same run once the number of updates is known; completes the scheduler's autos.
@@ -42,6 +49,22 @@ class Resolved:
         notes = (f"steps = {total_steps}", *complete_schedule(engine, total_steps))
         return dataclasses.replace(self, engine=engine, total_steps=total_steps, notes=(*self.notes, *notes))
 
+    def with_backend(self, backend: str) -> "Resolved":
+        """The same run once the model has decided what runs it.
+
+        Raises:
+            ConfigError: keys of the engine JSON that this backend cannot train with, on all ranks.
+        """
+        if self.backend is not None:
+            assert backend == self.backend, (backend, self.backend)
+            return self
+        assert self.document is not None
+        document = Document(self.document.file, copy.deepcopy(self.engine), self.document.origins)
+        problems, notes = settle(document, backend, self.batch.world_size)
+        if problems:
+            raise ConfigError(problems, on_all_ranks=True)
+        return dataclasses.replace(self, engine=document.data, backend=backend, notes=(*self.notes, *notes))
+
     def to_json(self) -> str:
         """Everything, as it is saved with the run in `config.json`."""
         content = {
@@ -49,6 +72,7 @@ class Resolved:
             "engine": self.engine,
             "batch": dataclasses.asdict(self.batch),
             "total_steps": self.total_steps,
+            "backend": self.backend,
             "decoder": dataclasses.asdict(self.decoder) if self.decoder is not None else None,
             "notes": list(self.notes),
         }

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from largetrain.config.decoder_spec import USED_WITH_MODEL_TARGET
-from largetrain.config.document import Document, shown
-from largetrain.config.schema import RunConfig
+from largetrain.config.document import Document, KeyPath, shown
+from largetrain.config.schema import LanguageRun, RunConfig
 from largetrain.config.target import find_target
+from largetrain.config.world import World
 from largetrain.errors import ConfigError
 
 USED_WITH_DATA_TARGET = {"target", "args", "workers"}
@@ -20,19 +21,27 @@ def expand_home(run: RunConfig) -> RunConfig:
     """`~` in the output folder and the tokenizer's path becomes the home folder."""
     if run.output is not None:
         run = run.model_copy(update={"output": os.path.expanduser(run.output)})
-    if run.data.tokenizer.startswith("~"):
-        data = run.data.model_copy(update={"tokenizer": os.path.expanduser(run.data.tokenizer)})
-        run = run.model_copy(update={"data": data})
+    # text files are expanded where they are opened: there may be a list of them
+    keys = ("tokenizer",) if isinstance(run, LanguageRun) else ("source", "validation")
+    paths = {
+        key: os.path.expanduser(value)
+        for key in keys
+        if isinstance(value := getattr(run.data, key, None), str) and value.startswith("~")
+    }
+    if paths:
+        run = run.model_copy(update={"data": run.data.model_copy(update=paths)})
     return run
 
 
 def run_problems(run: RunConfig, document: Document) -> list[str]:
     """One line, with its place, for each key that changes nothing and each name that leads nowhere."""
-    found = [(("data", key), text) for key, text in _unused_data_keys(run)]
+    found: list[tuple[KeyPath, str]] = []
+    if isinstance(run, LanguageRun):
+        found += [(("data", key), text) for key, text in _unused_data_keys(run)]
     for section, target in (("model", run.model.target), ("data", run.data.target)):
         if target is not None:
             found += _missing_module(section, target)
-    if run.data.target is None:
+    if isinstance(run, LanguageRun) and run.data.target is None:
         found += [*_missing_texts("source", run.data.source), *_missing_texts("validation", run.data.validation or [])]
     problems = [document.problem(path, text) for path, text in found]
     if run.output is not None and (text := output_problem(run.output)):
@@ -40,9 +49,25 @@ def run_problems(run: RunConfig, document: Document) -> list[str]:
     return problems
 
 
+def backend_problems(run: RunConfig, document: Document, backend: str | None, world: World) -> list[str]:
+    """Keys that contradict the backend, as far as it is known (None: the model decides)."""
+    found: list[tuple[KeyPath, str]] = []
+    if backend == "deepspeed" and run.ema is not None:
+        found.append((("ema",), "is kept by backend ddp alone; write backend: ddp, or remove it."))
+    shared = run.sync_batch_norm_ranks
+    if isinstance(shared, int) and world.world_size % shared:
+        text = f"{shared} does not divide the {world.world_size} ranks ({world.source}); write a divisor, or all."
+        found.append((("sync_batch_norm_ranks",), text))
+    if shared != "all" and run.sync_batch_norm in ("off", False):
+        found.append((("sync_batch_norm_ranks",), "has no effect with sync_batch_norm: off; remove one of them."))
+    return [document.problem(path, text) for path, text in found]
+
+
 def used_keys(run: RunConfig) -> dict[str, Any]:
     """The run as plain data, without keys that another one makes idle: what may be written into a run YAML."""
     content: dict[str, Any] = run.model_dump(mode="json")
+    if not isinstance(run, LanguageRun):
+        return content
     idle = {("data", key) for key, _ in _unused_data_keys(run, given_only=False)}
     if run.model.target is not None:
         idle |= {("model", key) for key in content["model"] if key not in USED_WITH_MODEL_TARGET}
@@ -65,7 +90,7 @@ def output_problem(folder: str) -> str | None:
     return None
 
 
-def _unused_data_keys(run: RunConfig, given_only: bool = True) -> Iterator[tuple[str, str]]:
+def _unused_data_keys(run: LanguageRun, given_only: bool = True) -> Iterator[tuple[str, str]]:
     """Keys of the data section without effect beside others, and why."""
     data = run.data
     keys = data.model_fields_set if given_only else type(data).model_fields

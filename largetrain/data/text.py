@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from largetrain.config.schema import RunConfig
+from largetrain.config.schema import LanguageRun
 from largetrain.data.cache import cache_root, open_or_build, read_manifest, write_manifest, writing
 from largetrain.data.corpora import Source, find_sources
 from largetrain.data.digests import remembered_digest
@@ -99,7 +99,7 @@ class TextData:
 
 
 def prepare(
-    run: RunConfig, spec_seq_len: int, vocab_size: int, *, is_writer: bool = True, progress: Progress | None = None
+    run: LanguageRun, spec_seq_len: int, vocab_size: int, *, is_writer: bool = True, progress: Progress | None = None
 ) -> TextData:
     """Tokenize the sources of `run.data` into the cache, once, and open both splits.
 

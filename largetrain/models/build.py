@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from largetrain.config.decoder_spec import DecoderSpec
-from largetrain.config.schema import ModelConfig, RunConfig
+from largetrain.config.schema import ModelBase, RunConfig
 from largetrain.config.target import check_arguments, load_target
 from largetrain.errors import ConfigError
 from largetrain.models.decoder import Decoder
@@ -44,7 +44,7 @@ def build_model(resolved: ModelChoice) -> nn.Module:
     return Decoder(resolved.decoder)
 
 
-def _build_target(model: ModelConfig, path: str) -> nn.Module:
+def _build_target(model: ModelBase, path: str) -> nn.Module:
     target = load_target(path, "model.target")
     check_arguments(target, model.args, path, "model.args")
     built = target(**model.args)

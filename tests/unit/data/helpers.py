@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from largetrain.config.batch import Batch
-from largetrain.config.schema import RunConfig
+from largetrain.config.schema import LanguageRun
 
 
 def batch_of(data_parallel=1, micro_batch=1, accumulation=1):
@@ -20,7 +20,7 @@ def batch_of(data_parallel=1, micro_batch=1, accumulation=1):
 
 def run_of(tmp_path, **data):
     top = {key: data.pop(key) for key in ("steps", "epochs", "seed") if key in data}
-    return RunConfig(data={"cache": str(tmp_path / "cache"), **data}, **top)
+    return LanguageRun(data={"cache": str(tmp_path / "cache"), **data}, **top)
 
 
 def resolved_of(run, batch=None, seq_len=16, vocab_size=257, decoder=True):

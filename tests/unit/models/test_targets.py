@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from largetrain.config.schema import ModelConfig, RunConfig
+from largetrain.config.schema import ModelConfig, LanguageRun
 from largetrain.config.target import check_arguments, load_target
 from largetrain.errors import ConfigError
 from largetrain.models.build import build_model, loss_from_output
@@ -70,14 +70,14 @@ def user_folder(tmp_path, monkeypatch):
 
 
 def build(target, **args):
-    run = RunConfig(model=ModelConfig(target=f"lt_user_nets:{target}", args=args))
+    run = LanguageRun(model=ModelConfig(target=f"lt_user_nets:{target}", args=args))
     return build_model(SimpleNamespace(run=run, decoder=None))
 
 
 def test_builds_the_decoder_without_a_target():
     spec = small_spec()
     torch.manual_seed(3)
-    model = build_model(SimpleNamespace(run=RunConfig(), decoder=spec))
+    model = build_model(SimpleNamespace(run=LanguageRun(), decoder=spec))
     torch.manual_seed(3)
     assert isinstance(model, Decoder)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), Decoder(spec).parameters(), strict=True))
