@@ -14,14 +14,23 @@ class Task(Protocol):
     unit: str
     """What the weight counts, for rates in the log, such as "tokens"."""
 
-    def weight(self, batch: Batch) -> int:
-        """Valid targets in the batch, known before the forward pass."""
+    def weight(self, batch: Batch) -> float:
+        """What the loss is divided by: the valid targets of the batch, or the sum of their weights.
+
+        Known from the batch as it comes from the loader (CPU tensors), before the forward pass.
+        """
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """0-d fp32 loss summed over the valid targets; on the graph of `model`."""
+        """0-d loss summed over the valid targets, fp32 (fp64 for fp64 models); always on the graph of `model`."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """0-d fp64 sums of one batch; they are added over all batches and ranks."""
+        """Sums of one batch, float64 or int64 of any shape; each is added over all batches and ranks."""
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Named figures from the totals of `evaluate`."""
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Named figures from the totals of `evaluate`, as CPU tensors."""
+
+    def preview(self, model: nn.Module, batch: Batch) -> Tensor | None:
+        """A picture of predictions beside the truth, uint8 [3, H, W]; None for tasks without one.
+
+        `model` is in evaluation mode and on the device of the batch.
+        """

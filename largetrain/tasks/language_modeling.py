@@ -39,10 +39,14 @@ class LanguageModeling:
         output = model(batch["input_ids"], batch["labels"])
         return loss_from_output(output, batch["labels"], self.chunk_tokens)
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Mean loss (nats per token), perplexity and, when the bytes are known, bits per byte."""
-        loss = sums["loss_sum"] / max(sums["tokens"], 1.0)
-        figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": sums["tokens"]}
+        tokens = float(sums["tokens"])
+        loss = float(sums["loss_sum"]) / max(tokens, 1.0)
+        figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
         if self.bytes_per_token is not None:
             figures["bits_per_byte"] = loss / math.log(2.0) / self.bytes_per_token
         return figures
+
+    def preview(self, model: nn.Module, batch: Batch) -> None:
+        """None: text has no picture."""
