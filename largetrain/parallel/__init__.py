@@ -1,0 +1,1 @@
+"""Which ranks work together: process groups, and batch normalisation over them."""
