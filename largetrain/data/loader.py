@@ -2,34 +2,40 @@
 
 The index that reaches a loader process carries epochs and sample ids, so prefetching and persistent processes
 cannot fall behind the epoch.
+
+A dataset may carry `on_bad_image` ("error" or "skip") and `max_bad_images`: they say what becomes of samples whose
+`__getitem__` raises BadImage.
 """
 
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from largetrain.config.batch import Batch
+from largetrain.data.images import IGNORED, BadImage
 from largetrain.data.order import SampleOrder
-from largetrain.errors import LargetrainError
+from largetrain.errors import ConfigError, LargetrainError
 
-MASKED = -100
 ORDER_BLOCK = 1024
 TIMEOUT_S = 600.0
+MAX_BAD_IMAGES = 100
+_COLLATE = 0xC0117A7E  # sets the random numbers of a micro-batch apart from those of its samples
 
 MicroBatch = dict[str, Any]
 
 
 class LoaderError(LargetrainError):
-    """A loader process died or gave nothing for too long."""
+    """A loader process died or gave nothing for too long, or too many samples cannot be read."""
 
 
 class Index(NamedTuple):
@@ -39,55 +45,138 @@ class Index(NamedTuple):
     epochs: np.ndarray
 
 
+class _Failed(NamedTuple):
+    """In place of a micro-batch: an error, which torch would otherwise turn into text on its way between processes."""
+
+    error: LargetrainError
+
+
+class _Replaced(NamedTuple):
+    """A micro-batch in which other samples stand for those of unreadable files; None: there were not enough."""
+
+    batch: MicroBatch | None
+    bad: dict[str, str]
+    """Path -> reason."""
+
+
 class _Fetcher(Dataset):
     """Makes a whole micro-batch in the process that the loader chose."""
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
+        self.skip = getattr(dataset, "on_bad_image", "error") == "skip"
         self._epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, index: Index) -> MicroBatch:
-        if callable(getattr(self.dataset, "get_batch", None)):
-            batch = self.dataset.get_batch(index.ids)
-        else:
-            items = [self._item(int(i), int(epoch)) for i, epoch in zip(index.ids, index.epochs, strict=True)]
-            collate: Callable[[list[Any]], MicroBatch] = getattr(self.dataset, "collate_fn", default_collate)
-            batch = collate(items)
+    def __getitems__(self, index: Index) -> MicroBatch | _Failed | _Replaced:
+        try:
+            if callable(getattr(self.dataset, "get_batch", None)):
+                return self._finished(self.dataset.get_batch(index.ids), index.ids)
+            # a loader process has no streams that anything else draws from
+            with _streams_kept() if get_worker_info() is None else nullcontext():
+                return self._from_items(index)
+        except (BadImage, ConfigError, LoaderError) as error:
+            return _Failed(error)
+
+    def _from_items(self, index: Index) -> MicroBatch | _Replaced:
+        bad: dict[str, str] = {}
+        items, ids = [], index.ids.copy()
+        for place, epoch in enumerate(index.epochs.tolist()):
+            found = self._item(int(ids[place]), epoch, bad)
+            if found is None:
+                return _Replaced(None, bad)
+            ids[place] = found[0]
+            items.append(found[1])
+        collate: Callable[[list[Any]], MicroBatch] = default_collate
+        if hasattr(self.dataset, "collate_fn"):
+            collate = self.dataset.collate_fn
+            _seed_streams(self.seed, int(index.epochs[0]), int(index.ids[0]), _COLLATE)
+        batch = self._finished(collate(items), ids)
+        return _Replaced(batch, bad) if bad else batch
+
+    def _finished(self, batch: Any, ids: np.ndarray) -> MicroBatch:
         if not isinstance(batch, dict):
             raise TypeError(f"{type(self.dataset).__name__} gives {type(batch).__name__} instead of a dict per sample")
-        batch["sample_id"] = torch.from_numpy(index.ids)
+        batch["sample_id"] = torch.from_numpy(ids)
         return batch
 
-    def _item(self, sample: int, epoch: int) -> Any:
+    def _item(self, sample: int, epoch: int, bad: dict[str, str]) -> tuple[int, Any] | None:
+        """The sample, or with `skip` the next one that can be read, with its id; None: none, or too many are bad."""
         if epoch != self._epoch:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self._epoch = epoch
-        with _random_numbers_of(self.seed, epoch, sample):
-            return self.dataset[sample]
+        most, count = _max_bad_images(self.dataset), len(self.dataset)
+        for candidate in range(sample, sample + count):
+            try:
+                _seed_streams(self.seed, epoch, candidate % count)
+                return candidate % count, self.dataset[candidate % count]
+            except BadImage as error:
+                if not self.skip:
+                    raise
+                bad[error.path] = error.reason
+                if len(bad) > most:
+                    break
+        return None
 
 
-@contextmanager
-def _random_numbers_of(*key: int) -> Iterator[None]:
-    """Draw from streams of this key inside, and leave the process's own streams as they were.
+def _seed_streams(*key: int) -> None:
+    """Let all random numbers from here on come from streams of this key.
 
     Augmentation then depends on the sample and the epoch alone: not on the rank, the number of loader processes, or
     whether the run was resumed.
     """
     words = np.random.SeedSequence(key).generate_state(4, dtype=np.uint64)
-    kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     random.seed(int(words[0]))
     np.random.seed(words[1:2].view(np.uint32))
     torch.default_generator.manual_seed(int(words[2]))
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    """Leave the process's own streams as they were: dropout must not depend on how data are loaded."""
+    kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(kept[0])
         np.random.set_state(kept[1])
         torch.default_generator.set_state(kept[2])
+
+
+def _max_bad_images(dataset: Any) -> int:
+    return getattr(dataset, "max_bad_images", MAX_BAD_IMAGES)
+
+
+def _unpacked(fetched: MicroBatch | _Failed | _Replaced, dataset: Any, instead: str) -> MicroBatch:
+    """The micro-batch that came from a fetcher; tells each unreadable file once.
+
+    Raises:
+        BadImage, ConfigError: what the dataset raised.
+        LoaderError: more files than allowed, or all, cannot be read.
+    """
+    if isinstance(fetched, _Failed):
+        raise fetched.error
+    if not isinstance(fetched, _Replaced):
+        return fetched
+    known: dict[str, str] = vars(dataset).setdefault("bad_files", {})  # outlives this stream: evaluations repeat
+    most = _max_bad_images(dataset)
+    for path, reason in fetched.bad.items():
+        if path in known:
+            continue
+        known[path] = reason
+        if len(known) > most:
+            raise LoaderError(
+                f"data: {path} cannot be read ({reason}), and that is more than data.max_bad_images={most} on this "
+                f"rank. Repair or remove the files named, or allow more."
+            )
+        told = f"data: {path} cannot be read ({reason}); {instead} ({len(known)} of at most {most})"
+        print(f"largetrain: {told}", file=sys.stderr, flush=True)
+    if fetched.batch is None:
+        raise LoaderError(f"data: none of the {len(dataset)} samples can be read. Check the files named above.")
+    return fetched.batch
 
 
 class _TrainSampler:
@@ -132,7 +221,10 @@ class TrainStream:
     Each micro-batch is a dict of CPU tensors stacked along the first dim, with "sample_id" int64 [micro_batch].
 
     Raises:
-        LoaderError: from next(): a loader process died or gave nothing for timeout_s.
+        BadImage: from next(): a file cannot be read and the dataset's `on_bad_image` is not "skip". With "skip" the
+            next sample that can be read takes its place.
+        LoaderError: from next(): a loader process died or gave nothing for timeout_s, or more different files than
+            the dataset's `max_bad_images` could not be read on this rank.
     """
 
     def __init__(
@@ -152,12 +244,12 @@ class TrainStream:
         assert order.global_batch == batch.global_batch and 0 <= rank < batch.data_parallel
         self.wait_s = 0.0
         """Seconds spent in next(), cumulative."""
-        self._workers = workers
+        self._dataset, self._workers = dataset, workers
         sampler = _TrainSampler(order, batch, rank, consumed_samples, updates)
         self._loader = _loader(
             _Fetcher(dataset, order.seed), sampler, workers, (order.seed, rank), pin_memory, start_method, timeout_s
         )
-        self._iterator: Iterator[MicroBatch] | None = None
+        self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> "TrainStream":
         return self
@@ -168,7 +260,8 @@ class TrainStream:
             if self._iterator is None:
                 self._iterator = iter(self._loader)
             with _explained(self._workers):
-                return next(self._iterator)
+                fetched = next(self._iterator)
+            return _unpacked(fetched, self._dataset, "another sample takes its place")
         except Exception:
             self.close()
             raise
@@ -197,6 +290,8 @@ def evaluation_batches(
 
     Every rank yields the same number of full micro-batches. Places without a sample repeat sample 0 with "valid"
     False, "sample_id" -1 and integer labels all -100, so that loss sums and counts are right without looking at them.
+    With the dataset's `on_bad_image` "skip", a file that cannot be read is such a place, filled with the next sample
+    that can be read.
 
     Args:
         dataset: as for `TrainStream`.
@@ -204,6 +299,9 @@ def evaluation_batches(
 
     Yields:
         As `TrainStream`, with "valid" bool [micro_batch].
+
+    Raises:
+        BadImage, LoaderError: as `TrainStream`.
     """
     samples = len(dataset) if max_samples is None else min(len(dataset), max_samples)
     indices = []
@@ -216,22 +314,28 @@ def evaluation_batches(
     try:
         while True:
             with _explained(workers):
-                batch = next(iterator, None)
-            if batch is None:
+                fetched = next(iterator, None)
+            if fetched is None:
                 return
-            yield batch
+            yield _unpacked(fetched, dataset, "it is left out of the evaluation")
     finally:
         _end_processes(iterator)
 
 
 class _EvaluationFetcher(_Fetcher):
-    def __getitems__(self, index: Index) -> MicroBatch:
-        batch = super().__getitems__(Index(np.maximum(index.ids, 0), index.epochs))
-        valid = torch.from_numpy(index.ids >= 0)
+    def __getitems__(self, index: Index) -> MicroBatch | _Failed | _Replaced:
+        fetched = super().__getitems__(Index(np.maximum(index.ids, 0), index.epochs))
+        batch = fetched.batch if isinstance(fetched, _Replaced) else fetched
+        if batch is None or isinstance(batch, _Failed):
+            return fetched
+        # an id other than the one asked for stands in for a file that cannot be read
+        valid = batch["sample_id"].eq(torch.from_numpy(index.ids))
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dtype in (torch.int16, torch.int32, torch.int64):
-            batch["labels"] = labels.masked_fill(~valid.reshape(-1, *[1] * (labels.dim() - 1)), MASKED)
-        return {**batch, "sample_id": torch.from_numpy(index.ids), "valid": valid}
+            batch["labels"] = labels.masked_fill(~valid.reshape(-1, *[1] * (labels.dim() - 1)), IGNORED)
+        batch["sample_id"] = batch["sample_id"].masked_fill(~valid, -1)
+        batch["valid"] = valid
+        return fetched
 
 
 class _WorkerStart:
@@ -240,6 +344,7 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         # the threads of a tokenizer used by the parent do not exist in a forked child, which would wait for them
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        torch.set_num_threads(1)  # torch does so too; several threads in each of several processes only wait
         # Ctrl-C reaches the whole process group; the parent ends its loader processes in good order
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -2,7 +2,8 @@
 
 A position p counts the samples consumed since the start of the run; p // samples is its epoch, and a keyed
 permutation of that epoch maps p % samples to a sample id. Nothing is stored and nothing depends on the number
-of ranks, so a run resumes anywhere at no cost and follows the same order on any world size.
+of ranks, so a run resumes anywhere at no cost and follows the same order on any world size. With repeated
+augmentation, p // repeats takes the place of p.
 
 The permutation is a generalised Feistel network over Z_rows x Z_columns (Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains", 2002, section 5) with cycle walking for the few values outside the range.
@@ -74,17 +75,24 @@ class SampleOrder:
         global_batch: samples per optimizer update, over all ranks.
         seed: any non-negative integer.
         shuffle: False keeps 0, 1, 2, ... in every epoch.
+        repeats: repeated augmentation (Hoffer et al., "Augment Your Batch", CVPR 2020): each sample comes so many
+            times in a row, and each copy has an epoch number of its own, so that it is augmented in another way. An
+            epoch still counts `samples` positions: one shows samples / repeats different samples, and as many epochs
+            as `repeats` show each sample that many times.
 
     Raises:
         ValueError: a size is out of range.
     """
 
-    def __init__(self, samples: int, global_batch: int, seed: int, shuffle: bool = True):
+    def __init__(self, samples: int, global_batch: int, seed: int, shuffle: bool = True, repeats: int = 1):
         if not 1 <= samples <= MAX_SAMPLES:
             raise ValueError(f"samples={samples} is not in 1..2**62")
         if global_batch < 1:
             raise ValueError(f"global_batch={global_batch} is not positive")
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} is not positive")
         self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, shuffle
+        self.repeats = repeats
 
     def ids(self, consumed_samples: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the sample ids and epochs of positions consumed_samples ... consumed_samples + count - 1.
@@ -119,15 +127,21 @@ class SampleOrder:
         return self._wanted(epochs) % self.global_batch
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sample ids and epochs, int64 [n], of ascending positions, int64 [n]."""
-        epochs, index = np.divmod(positions, self.samples)
+        """Return the sample ids and epochs, int64 [n], of ascending positions, int64 [n].
+
+        The pair (id, epoch) never comes twice. With repeats=1 the epoch is position // samples; with more it counts
+        the copies: (passes over the samples before this one) * repeats + (copies before this one).
+        """
+        places, copies = np.divmod(positions, self.repeats)
+        passes, index = np.divmod(places, self.samples)
+        epochs = passes * self.repeats + copies
         if not self.shuffle or not positions.size:
             return index, epochs
         ids = np.empty_like(index)
-        # positions ascend, so each epoch is one run of the array
-        bounds = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(epochs)]
+        # positions ascend, so each pass is one run of the array
+        bounds = [0, *(np.flatnonzero(np.diff(passes)) + 1).tolist(), len(passes)]
         for low, high in pairwise(bounds):
-            ids[low:high] = permute(index[low:high], self.samples, self.seed, int(epochs[low]))
+            ids[low:high] = permute(index[low:high], self.samples, self.seed, int(passes[low]))
         return ids, epochs
 
     def _wanted(self, epochs: float) -> int:
