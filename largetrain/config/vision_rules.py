@@ -45,24 +45,21 @@ def data_problems(data: VisionData) -> list[Problem]:
     return problems
 
 
-def layout_below(source: str) -> tuple[str, str] | None:
-    """Return the format and the root of a dataset laid out as torchvision downloads it, or None.
+def layouts_below(source: str) -> dict[str, str]:
+    """Return the formats found in a folder, as torchvision lays them out, and the root of each.
 
     Args:
-        source: the root, or the dataset's own folder below it.
+        source: the root, or a dataset's own folder below it.
     """
     folder = os.path.abspath(os.path.expanduser(source))
-    for name, below in LAYOUTS.items():
-        if os.path.isdir(os.path.join(folder, below)):
-            return name, folder
+    found = {name: folder for name, below in LAYOUTS.items() if os.path.isdir(os.path.join(folder, below))}
     for name, below in LAYOUTS.items():
         parts = below.split(os.sep)
         for length in range(1, len(parts) + 1):
-            if folder.split(os.sep)[-length:] == parts[:length] and os.path.isdir(folder):
-                root = os.path.normpath(os.path.join(folder, *[os.pardir] * length))
-                if os.path.isdir(os.path.join(root, below)):
-                    return name, root
-    return None
+            root = os.path.normpath(os.path.join(folder, *[os.pardir] * length))
+            if folder.split(os.sep)[-length:] == parts[:length] and os.path.isdir(os.path.join(root, below)):
+                found.setdefault(name, root)
+    return found
 
 
 def _beside_target(data: VisionData) -> Iterator[Problem]:
@@ -127,8 +124,8 @@ def _own_validation(data: VisionData) -> str | None:
         return None
     if layout in (*LAYOUTS, "voc", "cityscapes"):
         return f"data.format={layout}"
-    if layout == "auto" and isinstance(data, ClassificationData) and (found := layout_below(source)):
-        return f"{shown(source)} ({found[0]})"
+    if layout == "auto" and isinstance(data, ClassificationData) and (found := layouts_below(source)):
+        return f"{shown(source)} ({next(iter(found))})"
     folder = os.path.expanduser(source)
     for name in VALIDATION_NAMES:
         if os.path.isdir(os.path.join(folder, "train")) and os.path.isdir(os.path.join(folder, name)):
