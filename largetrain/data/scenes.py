@@ -1,0 +1,79 @@
+"""Scenes composed from handwritten digits, with a mask: segmentation without a download.
+
+A scene is made when it is asked for, from its number alone: the same on any rank and in any loader process.
+"""
+
+import numpy as np
+from PIL import Image
+
+SCENE_CLASSES = ("background", *(str(digit) for digit in range(10)))
+RIM = 255
+"""Value of the one-pixel rim around each digit, which belongs to no class."""
+SCENES = "scenes of digits, version 1"
+"""Part of the fingerprint; to be changed with how scenes are made."""
+_SEED = 2718  # of the scenes, not of the run: all runs are measured on the same ones
+_FEWEST, _MOST = 2, 5
+_SMALLEST, _LARGEST = 0.25, 0.5  # side of a digit as a share of that of the scene
+_NOISE = 12
+_INK = 0.5  # from this opacity on a pixel belongs to the digit
+
+
+class DigitScenes:
+    """`count` scenes of `side` x `side` pixels.
+
+    Args:
+        digits: uint8 [digits, 8, 8], brightness 0..255.
+        labels: [digits], 0..9.
+        stream: number of the random stream; splits have different ones.
+    """
+
+    def __init__(self, digits: np.ndarray, labels: np.ndarray, count: int, side: int, stream: int):
+        self.digits, self.labels = digits, labels
+        self.count, self.side, self.stream = count, side, stream
+
+    def __len__(self) -> int:
+        return self.count
+
+    def scene(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image uint8 [side, side, 3], and mask uint8 [side, side]: 0 background, 1 + digit, 255 rim."""
+        rng = np.random.default_rng((_SEED, self.stream, index))
+        image = self._background(rng)
+        mask = np.zeros((self.side, self.side), dtype=np.uint8)
+        for _ in range(rng.integers(_FEWEST, _MOST + 1)):
+            self._draw_digit(image, mask, rng)
+        image += rng.integers(-_NOISE, _NOISE + 1, image.shape)
+        return np.clip(image, 0, 255).astype(np.uint8), mask
+
+    def _background(self, rng: np.random.Generator) -> np.ndarray:
+        """Soft clouds of colour, float32 [side, side, 3]."""
+        middle = rng.integers(40, 216, 3)
+        coarse = np.clip(middle + rng.integers(-40, 41, (5, 5, 3)), 0, 255).astype(np.uint8)
+        clouds = Image.fromarray(coarse).resize((self.side, self.side), Image.Resampling.BILINEAR)
+        return np.asarray(clouds, dtype=np.float32).copy()
+
+    def _draw_digit(self, image: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> None:
+        which = rng.integers(len(self.digits))
+        size = max(1, round(self.side * rng.uniform(_SMALLEST, _LARGEST)))
+        y, x = rng.integers(0, self.side - size + 1, 2)
+        scaled = Image.fromarray(self.digits[which]).resize((size, size), Image.Resampling.BILINEAR)
+        opacity = np.clip(np.asarray(scaled, dtype=np.float32) / 200, 0, 1)[..., None]
+        patch = image[y : y + size, x : x + size]
+        # half of the range away from what is behind in one channel at least, so that it can be seen
+        colour = rng.integers(0, 256, 3)
+        channel = rng.integers(3)
+        colour[channel] = (int(patch[..., channel].mean()) + 128) % 256
+        patch += opacity * (colour - patch)
+        shape = np.zeros(mask.shape, dtype=bool)
+        shape[y : y + size, x : x + size] = opacity[..., 0] >= _INK
+        mask[_grown(shape)] = RIM
+        mask[shape] = 1 + self.labels[which]
+
+
+def _grown(shape: np.ndarray) -> np.ndarray:
+    """The shape with one pixel more in each of the four directions."""
+    grown = shape.copy()
+    grown[1:] |= shape[:-1]
+    grown[:-1] |= shape[1:]
+    grown[:, 1:] |= shape[:, :-1]
+    grown[:, :-1] |= shape[:, 1:]
+    return grown
