@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from largetrain.engine.base import StepResult
 
 
@@ -39,6 +41,9 @@ class Callback:
 
     def on_evaluation(self, step: int, figures: dict[str, float]) -> None:
         """After an evaluation; figures are equal on all ranks."""
+
+    def on_picture(self, step: int, picture: Tensor) -> None:
+        """After an evaluation whose task draws one: this rank's predictions beside the truth, uint8 [3, H, W]."""
 
     def on_end(self, step: int) -> None:
         """After the last update."""

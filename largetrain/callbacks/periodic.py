@@ -1,6 +1,9 @@
 """Evaluation, checkpoints and the guard against runs that no longer learn."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -8,7 +11,21 @@ import torch.distributed as dist
 from largetrain.callbacks.base import Callback, Moment
 from largetrain.checkpoint.manager import CheckpointError
 from largetrain.engine.base import Backend, MicroBatch
-from largetrain.errors import DivergedError
+from largetrain.errors import ConfigError, DivergedError
+
+
+def _first_kept(batches: Iterator[MicroBatch], kept: list[MicroBatch]) -> Iterator[MicroBatch]:
+    for batch in batches:
+        if not kept:
+            kept.append(batch)
+        yield batch
+
+
+class BestSoFar(Protocol):
+    """Where the best figure of a run is remembered."""
+
+    best_figure: float | None
+    best_step: int
 
 
 class Evaluation(Callback):
@@ -33,9 +50,53 @@ class Evaluation(Callback):
     def on_step(self, moment: Moment) -> None:
         due = self.every_steps > 0 and moment.step % self.every_steps == 0
         if due or (self.at_end and moment.last):
-            figures = self.backend.evaluate(self.batches())
+            first: list[MicroBatch] = []
+            figures = self.backend.evaluate(_first_kept(self.batches(), first))
+            picture = self.backend.preview(first[0]) if first else None
             for listener in self.listeners:
                 listener.on_evaluation(moment.step, figures)
+                if picture is not None:
+                    listener.on_picture(moment.step, picture)
+
+
+class Best(Callback):
+    """Keeps the checkpoint of the best evaluation so far.
+
+    Args:
+        figure: name of the figure, as the evaluation gives it.
+        smaller: the smallest value is best instead of the largest.
+        state: where the best value is remembered, and saved with the run.
+        save: writes a checkpoint, or finds the one of this step, and returns its folder.
+        mark: makes it the best one.
+        tell: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        figure: str,
+        smaller: bool,
+        state: BestSoFar,
+        save: Callable[[], Path],
+        mark: Callable[[Path], None],
+        tell: Callable[[str], None],
+    ):
+        self.figure, self.smaller, self.state = figure, smaller, state
+        self.save, self.mark, self.tell = save, mark, tell
+
+    def on_evaluation(self, step: int, figures: dict[str, float]) -> None:
+        if self.figure not in figures:
+            raise ConfigError(
+                f"checkpoints.best: the evaluation gives no {self.figure!r}; it gives {', '.join(figures)}. Name one "
+                f"of them",
+                on_all_ranks=True,
+            )
+        value, before = figures[self.figure], self.state.best_figure
+        better = before is None or (value < before if self.smaller else value > before)
+        if math.isnan(value) or not better:
+            return
+        self.state.best_figure, self.state.best_step = value, step
+        self.mark(self.save())
+        self.tell(f"step {step}: best {self.figure} so far, {value:.4f}")
 
 
 class Checkpointing(Callback):

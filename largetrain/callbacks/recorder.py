@@ -29,6 +29,9 @@ class Sink(Protocol):
     def write(self, rows: Sequence[Row]) -> None:
         """Take rows in order of steps: training rows, or one row with `eval/...` keys."""
 
+    def picture(self, step: int, picture: torch.Tensor) -> None:
+        """Take a picture, uint8 [3, H, W]."""
+
     def close(self) -> None:
         """The run is over."""
 
@@ -41,6 +44,8 @@ class Recorder(Callback):
         flops_per_token: model FLOPs of one trained token, or None for a model of unknown cost.
         peak_flops: FLOP/s of one device at its best, or None when unknown (then no MFU).
         clip: gradient_clipping, to report the coefficient beside the norm before clipping; 0 is off.
+        unit: what the task counts, for the rows' names.
+        global_batch: samples per update, for a rate in samples where that is another one; None: no such rate.
     """
 
     def __init__(
@@ -50,9 +55,12 @@ class Recorder(Callback):
         clip: float,
         flops_per_token: int | None = None,
         peak_flops: float | None = None,
+        unit: str = "tokens",
+        global_batch: int | None = None,
     ):
         self.sinks, self.every_steps, self.clip = sinks, every_steps, clip
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.unit, self.global_batch = unit, global_batch
         self.world_size = dist.get_world_size()
         self._pending: list[tuple[Moment, float]] = []
 
@@ -72,6 +80,10 @@ class Recorder(Callback):
         row = {"step": step, "time": time.time(), **{f"eval/{name}": value for name, value in figures.items()}}
         for sink in self.sinks:
             sink.write([row])
+
+    def on_picture(self, step: int, picture: torch.Tensor) -> None:
+        for sink in self.sinks:
+            sink.picture(step, picture.cpu())
 
     def on_end(self, step: int) -> None:
         self.flush()
@@ -118,13 +130,15 @@ class Recorder(Callback):
             "loss_scale": result.loss_scale,
             "applied": result.applied,
             "skipped": moment.skipped,
-            "tokens": result.tokens,
-            "tokens_per_s": rate,
+            self.unit: result.tokens,
+            f"{self.unit}_per_s": rate,
             "consumed_samples": moment.consumed_samples,
             "step_s": moment.step_s,
             "data_wait_share": moment.data_s / moment.step_s,
             "time": when,
         }
+        if self.global_batch is not None and self.unit not in ("tokens", "images"):
+            row["images_per_s"] = self.global_batch / moment.step_s
         if self.flops_per_token is not None:
             per_device = rate * self.flops_per_token / self.world_size
             row["model_flops_per_s"] = per_device * self.world_size

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from largetrain.callbacks.recorder import Row
 
 FLUSH_S = 5
 # written to the metrics file only: bookkeeping, not curves
-NOT_PLOTTED = frozenset({"step", "time", "tokens", "applied", "memory_bytes"})
+COUNTS = frozenset({"tokens", "images", "pixels", "samples"})
+NOT_PLOTTED = frozenset({"step", "time", "applied", "memory_bytes", *COUNTS})
 
 
 class MetricsFile:
@@ -48,6 +50,9 @@ class MetricsFile:
             self._file.write(json.dumps({key: _plain(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
+    def picture(self, step: int, picture: torch.Tensor) -> None:
+        pass
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -68,19 +73,28 @@ class TensorBoard:
         pass
 
     def write(self, rows: Sequence[Row]) -> None:
+        writer = self._open()
+        for row in rows:
+            for key, value in row.items():
+                if key not in NOT_PLOTTED:
+                    name = key if "/" in key else f"train/{key}"
+                    writer.add_scalar(name, value, row["step"], walltime=row["time"])
+            for rank, size in enumerate(row.get("memory_bytes", ())):
+                writer.add_scalar(f"memory_bytes/rank-{rank}", size, row["step"], walltime=row["time"])
+        writer.flush()
+
+    def picture(self, step: int, picture: torch.Tensor) -> None:
+        writer = self._open()
+        writer.add_image("eval/predictions", picture, step)
+        writer.flush()
+
+    def _open(self) -> Any:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             # a Ctrl-C in the middle of a write can leave the writer's thread asleep until its next flush is due
             self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=FLUSH_S)
-        for row in rows:
-            for key, value in row.items():
-                if key not in NOT_PLOTTED:
-                    name = key if "/" in key else f"train/{key}"
-                    self._writer.add_scalar(name, value, row["step"], walltime=row["time"])
-            for rank, size in enumerate(row.get("memory_bytes", ())):
-                self._writer.add_scalar(f"memory_bytes/rank-{rank}", size, row["step"], walltime=row["time"])
-        self._writer.flush()
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
@@ -109,12 +123,17 @@ class Terminal:
         row = rows[-1]
         if any(key.startswith("eval/") for key in row):
             shown = {key.removeprefix("eval/"): value for key, value in row.items() if key.startswith("eval/")}
-            figures = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if name != "tokens")
+            # counts and the figures of single classes are for the files
+            shown = {name: value for name, value in shown.items() if name.removeprefix("ema_") not in COUNTS}
+            figures = "  ".join(f"{name} {value:.4f}" for name, value in shown.items() if "/" not in name)
             self.say(f"step {row['step']}/{self.total_steps}  validation: {figures}")
         elif self._bar is not None:
             self._bar.set_postfix_str(_figures(row))
         else:
             self.say(f"step {row['step']}/{self.total_steps}  {_figures(row)}")
+
+    def picture(self, step: int, picture: torch.Tensor) -> None:
+        pass
 
     def say(self, line: str) -> None:
         """Print a line, above the live one if there is one."""
@@ -134,7 +153,8 @@ def _figures(row: Row) -> str:
         parts.append(f"scale {row['loss_scale']:.0f}")
     if row["skipped"]:
         parts.append(f"skipped {row['skipped']}")
-    parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    rate = "images" if "images_per_s" in row else "tokens"
+    parts.append(f"{row[f'{rate}_per_s']:,.0f} {rate}/s")
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
     parts.append(f"data {row['data_wait_share']:.0%}")

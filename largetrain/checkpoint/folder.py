@@ -65,16 +65,32 @@ def problem_of(checkpoint: Path) -> str | None:
     return None
 
 
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `best` names in a `checkpoints/` folder; None without one that is there."""
+    pointer = folder / "best"
+    if not pointer.is_file():
+        return None
+    named = folder / pointer.read_text().strip()
+    return named if named.parent == folder and STEP_NAME.fullmatch(named.name) and named.is_dir() else None
+
+
 def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` means, and one line for each newer one that is passed over.
 
     Args:
-        resume: "auto" (newest complete one of `output`, None when there is none) or a checkpoint, a run's
-            output folder, or its `checkpoints/` folder.
+        resume: "auto" (newest complete one of `output`, None when there is none), "best" (the one that the run's best
+            evaluation left) or a checkpoint, a run's output folder, or its `checkpoints/` folder.
 
     Raises:
         ConfigError: an explicit path that holds no complete checkpoint.
     """
+    if resume == "best":
+        best = best_checkpoint(output / "checkpoints")
+        if best is None:
+            raise ConfigError(f"--resume best: {output / 'checkpoints'} names no best checkpoint (checkpoints.best)")
+        if problem := problem_of(best):
+            raise ConfigError(f"--resume best: {problem}. Give another checkpoint, or --resume auto")
+        return best, []
     if resume != "auto":
         given = Path(resume)
         if STEP_NAME.fullmatch(given.absolute().name):

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from largetrain.checkpoint.folder import MANIFEST, complete_checkpoints, newer_than, rng_file, step_folder, step_of
+from largetrain.checkpoint.folder import (
+    MANIFEST,
+    best_checkpoint,
+    complete_checkpoints,
+    newer_than,
+    rng_file,
+    step_folder,
+    step_of,
+)
 from largetrain.errors import LargetrainError
 
 
@@ -65,6 +73,14 @@ class CheckpointManager:
         self._saved_step = step
         return final
 
+    def mark_best(self, checkpoint: Path) -> None:
+        """Let `best` name this checkpoint, which is not pruned from now on; the one before it may be.
+
+        Raises:
+            CheckpointError: as for `save`.
+        """
+        self._together(checkpoint, lambda: _point(self.folder / "best", checkpoint), only=0)
+
     def _together(self, final: Path, action: Callable[[], None], only: int | None = None) -> None:
         """Run `action` on all ranks, or on rank `only`; all return when the last has, or all raise.
 
@@ -108,11 +124,7 @@ class CheckpointManager:
             _sync(path)
         self._set_aside_abandoned(final)
         partial.rename(final)
-        pointer = self.folder / "latest.partial"
-        pointer.write_text(final.name + "\n")
-        _sync(pointer)
-        pointer.replace(self.folder / "latest")
-        _sync(self.folder)
+        _point(self.folder / "latest", final)
         self._prune(final)
 
     def _set_aside_abandoned(self, final: Path) -> None:
@@ -129,11 +141,14 @@ class CheckpointManager:
             path.rename(aside)
 
     def _prune(self, newest: Path) -> None:
-        """Delete this run's oldest complete checkpoints beyond `keep_last`, by number, never the newest."""
+        """Delete this run's oldest complete checkpoints beyond `keep_last`, by number, never the newest or the best."""
         if self.keep_last == 0:
             return
         older = [path for path in complete_checkpoints(self.folder) if step_of(path) < step_of(newest)]
+        best = best_checkpoint(self.folder)
         for path in older[: max(0, len(older) - (self.keep_last - 1))]:
+            if path == best:
+                continue
             # first under a name that is no checkpoint's: a kill half-way leaves nothing that looks damaged
             doomed = path.rename(self.folder / f"partial-{path.name}")
             shutil.rmtree(doomed)
@@ -144,6 +159,15 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _point(pointer: Path, checkpoint: Path) -> None:
+    """Let a file name a checkpoint, by one rename."""
+    partial = pointer.with_name(f"{pointer.name}.partial")
+    partial.write_text(checkpoint.name + "\n")
+    _sync(partial)
+    partial.replace(pointer)
+    _sync(pointer.parent)
 
 
 def _sync(path: Path) -> None:

@@ -6,7 +6,7 @@ length may change: the configuration holds, not what the checkpoint remembers, a
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from largetrain.errors import ConfigError
 
 # what must be as it was for a bit-identical continuation -> its name in messages
 SAME = {
+    "backend": "backend",
     "world_size": "number of ranks",
     "zero_stage": "zero_optimization.stage",
     "dtype": "precision (fp16/bf16.enabled)",
@@ -27,6 +28,8 @@ SAME = {
     "model": "model",
     "data": "data (content, tokenizer, split and seq_len)",
 }
+# what an evaluation needs of it
+SAME_WEIGHTS = {"backend": SAME["backend"], "model": SAME["model"]}
 # what may change -> its name in messages
 FREE = {"optimizer": "optimizer.params", "scheduler": "scheduler"}
 
@@ -42,13 +45,14 @@ class Start:
     messages: tuple[str, ...]
 
 
-def decide_start(name: str, output: str | None, resume: str | None) -> Start:
+def decide_start(name: str, output: str | None, resume: str | None, *, writes: bool = True) -> Start:
     """Choose output folder and checkpoint on rank 0 and give the decision to all ranks.
 
     Args:
         name: the run's name, for the default folder `runs/<name>-<time>`.
         output: folder asked for, or None.
-        resume: None, "auto" or a path.
+        resume: None, "auto", "best" or a path.
+        writes: False: the checkpoint is only read; no folder is made, and there must be one to resume from.
 
     Raises:
         ConfigError: on every rank: the folder holds another run or cannot be written, the checkpoint is unusable.
@@ -56,7 +60,7 @@ def decide_start(name: str, output: str | None, resume: str | None) -> Start:
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = _decide(name, output, resume)
+            outcome[0] = _decide(name, output, resume) if writes else _found(name, output, resume)
         except ConfigError as error:
             outcome[1] = error.problems
     dist.broadcast_object_list(outcome, src=0)
@@ -66,11 +70,12 @@ def decide_start(name: str, output: str | None, resume: str | None) -> Start:
     return start
 
 
-def check_fit(start: Start, facts: dict[str, Any]) -> list[str]:
+def check_fit(start: Start, facts: dict[str, Any], same: Mapping[str, str] = SAME) -> list[str]:
     """Compare this run's facts with the checkpoint's; one line for each difference that is allowed.
 
     Args:
         facts: the keys of `SAME` and `FREE`, plain JSON types.
+        same: what has to be as it was, with its words.
 
     Raises:
         ConfigError: what must be as it was is not; names every value then and now.
@@ -80,7 +85,7 @@ def check_fit(start: Start, facts: dict[str, Any]) -> list[str]:
     saved = start.saved
     problems = [
         f"--resume {start.checkpoint}: {where} was {then}, now {now}"
-        for key, words in SAME.items()
+        for key, words in same.items()
         for where, then, now in _differences(words, saved.get(key), facts[key])
     ]
     if problems:
@@ -100,6 +105,18 @@ def _differences(where: str, then: Any, now: Any) -> Iterator[tuple[str, Any, An
             yield from _differences(f"{where}.{key}", then.get(key), now.get(key))
     elif then != now:
         yield where, then, now
+
+
+def _found(name: str, output: str | None, resume: str | None) -> Start:
+    """The checkpoint to read, where nothing is written."""
+    folder = Path(output) if output is not None else _default_output(name, resume)
+    if resume is None:
+        return Start(folder, None, None, ())
+    checkpoint, skipped = find_checkpoint(resume, folder)
+    if checkpoint is None:
+        raise ConfigError(f"--resume {resume}: no complete checkpoint in {folder / 'checkpoints'}; name one")
+    messages = tuple(f"passed over: {problem}" for problem in skipped)
+    return Start(folder, checkpoint, read_facts(checkpoint), messages)
 
 
 def _decide(name: str, output: str | None, resume: str | None) -> Start:
@@ -156,12 +173,12 @@ def _make_writable(folder: Path) -> None:
 
 def _default_output(name: str, resume: str | None) -> Path:
     """`runs/<name>-<time>`, or the run that an explicit checkpoint or `auto` belongs to."""
-    if resume not in (None, "auto"):
+    if resume not in (None, "auto", "best"):
         path = Path(str(resume)).absolute()
         for folder in (path, path.parent, path.parent.parent):
             if (folder / "checkpoints").is_dir():
                 return folder
-    if resume == "auto":
+    if resume in ("auto", "best"):
         stamp = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
         earlier = sorted(
             folder

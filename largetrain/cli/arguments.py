@@ -48,6 +48,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="any key of either file: optimizer.params.lr=3e-4 model.preset=gpt2; null takes an engine key out",
     )
     parser.add_argument("--steps", metavar="N", help="optimizer updates to run")
+    parser.add_argument("--epochs", metavar="N", help="passes over the training data to run, instead of --steps")
     parser.add_argument("--seed", metavar="N", help="seed of weights, data order and dropout")
     parser.add_argument("--name", metavar="NAME", help="name of the run")
     parser.add_argument("--output", metavar="DIR", help="output folder; absent: runs/<name>-<time>/")
@@ -63,11 +64,14 @@ def train_parser(prog: str) -> Parser:
     add_run_arguments(parser)
     parser.add_argument(
         "--resume",
-        metavar="auto|PATH",
+        metavar="auto|best|PATH",
         nargs="?",
         const="auto",
         type=os.path.expanduser,
-        help="go on from the newest checkpoint, or from PATH",
+        help="go on from the newest or the best checkpoint, or from PATH",
+    )
+    parser.add_argument(
+        "--evaluate", action="store_true", help="evaluate the checkpoint of --resume, or pretrained weights, and stop"
     )
     parser.add_argument("--dry-run", action="store_true", help="resolve and print the configuration, then stop")
     parser.add_argument("--verbose", action="store_true", help="let DeepSpeed's own messages through")
@@ -91,7 +95,7 @@ def load_from_args(namespace: argparse.Namespace, world: World) -> Resolved:
 
 
 def _resume_problems(resume: str | None) -> list[str]:
-    if resume is None or resume == "auto" or (resume.strip() and os.path.lexists(resume)):
+    if resume is None or resume in ("auto", "best") or (resume.strip() and os.path.lexists(resume)):
         return []
     if not resume.strip():
         return ["--resume '': names no checkpoint; write --resume alone for the newest one, or a path."]
@@ -100,10 +104,10 @@ def _resume_problems(resume: str | None) -> list[str]:
 
 def _load(namespace: argparse.Namespace, world: World) -> Resolved:
     flags: dict[str, tuple[str, Any]] = {}
-    for key in ("steps", "seed", "name", "output"):
+    for key in ("steps", "epochs", "seed", "name", "output"):
         value = getattr(namespace, key)
         if value is not None:
-            flags[key] = (f"--{key}", _number(value) if key in ("steps", "seed") else value)
+            flags[key] = (f"--{key}", _number(value) if key in ("steps", "epochs", "seed") else value)
     return load(
         namespace.ds_config,
         namespace.config,

@@ -3,7 +3,7 @@
 import errno
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from largetrain.cli.arguments import load_from_args, train_parser
 from largetrain.config.resolved import Resolved
@@ -40,8 +40,9 @@ def run(argv: Sequence[str]) -> int:
 
             print(readable(resolved), end="")
         return EXIT_DONE
+    job = _evaluate if options.evaluate else _train
     try:
-        return _train(resolved, world, options.resume, options.verbose)
+        return job(resolved, world, options.resume, options.verbose)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -54,16 +55,33 @@ def run(argv: Sequence[str]) -> int:
         ) from error
 
 
-def _train(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
-    from largetrain.build import build
+def _evaluate(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
+    from largetrain.build import evaluate
 
+    say = _printer(world)
+    figures = evaluate(resolved, world, resume=resume, verbose=verbose, say=say)
+    for name, value in figures.items():
+        say(f"{name}: {value:.6g}")
+    _leave()
+    return EXIT_DONE
+
+
+def _printer(world: World) -> Callable[[str], None]:
     def say(line: str) -> None:
         if world.rank == 0:
             print(line, flush=True)
 
+    return say
+
+
+def _train(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
+    from largetrain.build import build
+
+    say = _printer(world)
     built = build(resolved, world, resume=resume, verbose=verbose, say=say)
     state = built.trainer.fit()
-    say(f"done: {state.step} updates, {state.tokens:,} tokens; results in {built.output}")
+    unit = built.trainer.backend.task.unit
+    say(f"done: {state.step} updates, {state.tokens:,} {unit}; results in {built.output}")
     say(f"next: tensorboard --logdir {built.output}   |   go on: add --resume --output {built.output} --steps N")
     _leave()
     return EXIT_DONE

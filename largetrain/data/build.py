@@ -1,16 +1,21 @@
 """From a resolved run to its datasets and their order."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from largetrain.config.resolved import Resolved
+from largetrain.config.schema import LanguageRun, RunConfig
 from largetrain.config.target import check_arguments, load_target
+from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
 from largetrain.data.order import SampleOrder
 from largetrain.data.text import prepare
 from largetrain.data.tokenize import Progress
 from largetrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from largetrain.data.images import ImageSplits
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,10 @@ class DataInfo:
     """For bits per byte: loss / ln(2) / bytes_per_token; None with `data.target`."""
     total_steps: int
     """Updates of the run."""
+    steps_per_epoch: float
+    """Updates in one pass over the training data, not rounded."""
+    classes: tuple[str, ...]
+    """Names of the classes of image data; empty for text."""
     report: tuple[str, ...]
     """Lines for a person."""
 
@@ -52,24 +61,45 @@ def build_data(resolved: Resolved, *, is_writer: bool = True, progress: Progress
     fingerprint: str | None = None
     bytes_per_token: float | None = None
     report: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     train: Any
     validation: Any
     if run.data.target is not None:
         train, validation = _target_split(resolved, "train"), _target_split(resolved, "validation")
-    elif resolved.decoder is None:
-        raise ConfigError(
-            f"model.target={run.model.target} needs data.target: the built-in text data are cut to the built-in "
-            f"decoder's seq_len. Name your own dataset."
-        )
-    else:
+        classes = tuple(str(name) for name in getattr(train, "classes", ()))
+    elif isinstance(run, LanguageRun):
+        if resolved.decoder is None:
+            raise ConfigError(
+                f"model.target={run.model.target} needs data.target: the built-in text data are cut to the built-in "
+                f"decoder's seq_len. Name your own dataset."
+            )
         spec = resolved.decoder
         text = prepare(run, spec.seq_len, spec.vocab_size, is_writer=is_writer, progress=progress)
         train, validation = text.train, text.validation
         fingerprint, bytes_per_token, report = text.fingerprint, text.bytes_per_token, text.report
+    else:
+        images = _images(run)
+        train, validation, classes = images.train, images.validation, images.classes
+        fingerprint, report = images.fingerprint, images.report
     _check_global_batch(resolved, train)
-    order = SampleOrder(len(train), resolved.batch.global_batch, run.seed)
+    repeats = run.data.augment.repeats if isinstance(run, ClassificationRun) else 1
+    order = SampleOrder(len(train), resolved.batch.global_batch, run.seed, repeats=repeats)
     steps, length = _total_steps(resolved, order)
-    return DataBundle(train, validation, order, DataInfo(fingerprint, bytes_per_token, steps, (*report, *length)))
+    per_epoch = order.samples / order.global_batch
+    info = DataInfo(fingerprint, bytes_per_token, steps, per_epoch, classes, (*report, *length))
+    return DataBundle(train, validation, order, info)
+
+
+def _images(run: RunConfig) -> "ImageSplits":
+    # here, so that a run on text does not import torchvision
+    if isinstance(run, ClassificationRun):
+        from largetrain.data.classification import build_classification
+
+        return build_classification(run)
+    from largetrain.data.segmentation import build_segmentation
+
+    assert isinstance(run, SegmentationRun), type(run)
+    return build_segmentation(run)
 
 
 def _check_global_batch(resolved: Resolved, train: Any) -> None:

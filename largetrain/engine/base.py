@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from largetrain.tasks.base import Task
 
 MicroBatch = dict[str, Any]
 
@@ -37,11 +40,20 @@ class StepResult:
 class Backend(Protocol):
     """Runs optimizer steps; owns the wrapped model, the optimizer and the loss scale."""
 
+    dtype: torch.dtype
+    """In which products are computed."""
+    task: Task
+    notes: list[str]
+    """Lines for a person, from the construction."""
+
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """Pull exactly gradient_accumulation_steps items, then update once."""
 
     def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
         """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
+
+    def preview(self, batch: MicroBatch) -> Tensor | None:
+        """The task's picture of predictions on `batch`, uint8 [3, H, W], or None; called on every rank."""
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of weights, optimizer, scheduler and loss scale; called on every rank."""

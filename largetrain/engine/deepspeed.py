@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
-from largetrain.engine.optimizers import check_optimizer, skip_infinite_updates, torch_adam
+from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.saving import failures_kept
+from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
+from largetrain.engine.sums import UpdateSums, evaluation_sums
 from largetrain.tasks.base import Task
-
-# DeepSpeed's schedulers start at index -1. Update 1 takes the value of step 1: the warm-ups compute it from the index
-# (index 0 is still warmup_min_lr), these two from the index plus one.
-FIRST_INDEX = {"LRRangeTest": 0, "OneCycle": 0}
 
 
 def dtype_of(engine_config: dict[str, Any]) -> torch.dtype:
@@ -56,9 +54,19 @@ class DeepSpeedBackend:
         task: gives the weight and the loss sum of a batch.
         engine_config: the resolved engine JSON as a dict.
         device: where batches go.
+        groups: parameter groups for the optimizer, with a `lr_factor` each; None: all trainable parameters alike.
+        factor: update number -> factor on the learning rate, in place of the JSON's scheduler.
     """
 
-    def __init__(self, model: nn.Module, task: Task, engine_config: dict[str, Any], device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        engine_config: dict[str, Any],
+        device: torch.device,
+        groups: Groups | None = None,
+        factor: Callable[[int], float] | None = None,
+    ):
         import deepspeed
 
         served = deepcopy(engine_config)
@@ -66,26 +74,29 @@ class DeepSpeedBackend:
         self.dtype, self.stage = dtype_of(served), stage_of(served)
         self.task, self.device = task, device
         self.accumulation = int(served["gradient_accumulation_steps"])
-        self.data_parallel = dist.get_world_size()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # a single group goes as a plain list: that is what DeepSpeed's optimizers and offload were tried with
+        several = groups is not None and len(groups) > 1
+        trained: Any = groups if several else parameters
         clip = float(served["gradient_clipping"])
         if self.stage == 0:
             served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
         with spared_compiler_imports(served):
-            optimizer = torch_adam(served, parameters)
+            optimizer = torch_adam(served, trained)
             if optimizer is not None:
                 served.pop("optimizer")
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-                model=model, model_parameters=parameters, optimizer=optimizer, config=served
+                model=model,
+                model_parameters=trained,
+                optimizer=optimizer,
+                lr_scheduler=None if factor is None else lambda made: FactorSchedule(made, factor),
+                config=served,
             )
         if self.stage == 0:
             skip_infinite_updates(self.optimizer, parameters, clip)
         self._arithmetic = self._half_arithmetic()
         self._scale_is_dynamic = self._defer_loss_scale()
-        if self.scheduler is not None:
-            first_index = FIRST_INDEX.get(type(self.scheduler).__name__, 1)
-            while self.scheduler.last_batch_iteration < first_index:
-                self.scheduler.step()
+        schedules.start(self.scheduler, self.optimizer)
 
     def _half_arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
         if self.device.type != "cpu" or computes_natively(self.dtype):
@@ -112,8 +123,8 @@ class DeepSpeedBackend:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update (first parameter group)."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the next update, of parameters without a factor."""
+        return schedules.base_rate(self.optimizer)
 
     @property
     def loss_scale(self) -> float:
@@ -127,62 +138,51 @@ class DeepSpeedBackend:
         micro-batch weighs by what it holds. DeepSpeed divides by accumulation and by ranks; the factor undoes both.
         """
         batches = [next(micro_batches) for _ in range(self.accumulation)]
-        # both sums over ranks travel while this rank computes: awaited on the spot, each would stop all ranks
-        count = torch.tensor(sum(self.task.weight(batch) for batch in batches), dtype=torch.int64, device=self.device)
-        counting = dist.all_reduce(count, async_op=True)
+        sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device)
         lr, scale = self.lr, self.loss_scale
-        losses: list[Tensor] = []
-        for batch in batches:
+        for index, batch in enumerate(batches):
             with self._arithmetic():
                 loss_sum = self.task.loss_sum(self.engine, self._to_device(batch))
-            losses.append(loss_sum.detach())
-            if len(losses) == 1:
-                counting.wait()
-                weight = self.accumulation * self.data_parallel / count.clamp(min=1).double()
-            if len(losses) == self.accumulation:
-                loss = torch.stack(losses).sum()
-                summing = dist.all_reduce(loss, async_op=True)
-            # a non-finite loss can have finite gradients; DeepSpeed only looks at those, so make them NaN too
-            factor = torch.where(torch.isfinite(losses[-1]), weight, torch.nan).float()
+            sums.add(loss_sum, last=index == self.accumulation - 1)
             with self._arithmetic():
-                self.engine.backward(loss_sum * factor)
+                self.engine.backward(sums.scaled(loss_sum, self.accumulation))
             self.engine.step()
-        summing.wait()
-        tokens = int(count)
+        loss, tokens = sums.finish()
         applied = bool(self.engine.was_step_applied())
         exhausted = False
         if self._scale_is_dynamic:
             exhausted = not applied and scale <= self.optimizer.loss_scaler.min_scale
             self.optimizer.loss_scaler.update_scale(not applied)
         return StepResult(
-            loss=loss / max(tokens, 1),
+            loss=loss,
             lr=lr,
             grad_norm=self.engine.get_global_grad_norm(),
             loss_scale=scale,
             applied=applied,
             tokens=tokens,
             scale_exhausted=exhausted,
-            local_losses=tuple(losses),
+            local_losses=tuple(sums.losses),
             sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
         )
 
     def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
         """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
-        totals: dict[str, Tensor] = {}
         self.engine.eval()
         try:
             with torch.no_grad(), self._arithmetic():
-                for batch in batches:
-                    for name, value in self.task.evaluate(self.engine, self._to_device(batch)).items():
-                        totals[name] = totals[name] + value if name in totals else value
+                totals = evaluation_sums(batches, lambda batch: self.task.evaluate(self.engine, self._to_device(batch)))
         finally:
             self.engine.train()
-        if not totals:
-            return {}
-        names = sorted(totals)
-        stacked = torch.stack([totals[name] for name in names])
-        dist.all_reduce(stacked)
-        return self.task.metrics(dict(zip(names, stacked.tolist(), strict=True)))
+        return self.task.metrics(totals) if totals else {}
+
+    def preview(self, batch: MicroBatch) -> Tensor | None:
+        """The task's picture of what the model makes of `batch`; called on every rank."""
+        self.engine.eval()
+        try:
+            with torch.no_grad(), self._arithmetic():
+                return self.task.preview(self.engine, self._to_device(batch))
+        finally:
+            self.engine.train()
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`.

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from largetrain.config.engine_schema import optimizer_name
 from largetrain.errors import ConfigError
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch's optimizers take them."""
 
 # torch's fused kernels take these; anything else (bias_correction: false, ...) is DeepSpeed's own optimizer's business
 ADAM_KEYS = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
@@ -72,7 +76,9 @@ def _offloads_optimizer(engine_config: dict[str, Any]) -> bool:
     return isinstance(offload, dict) and offload.get("device", "none") != "none"
 
 
-def torch_adam(engine_config: dict[str, Any], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
+def torch_adam(
+    engine_config: dict[str, Any], parameters: Sequence[nn.Parameter] | Groups
+) -> torch.optim.Optimizer | None:
     """torch's fused Adam or AdamW for the JSON's optimizer section, or None when DeepSpeed's own is needed.
 
     DeepSpeed's FusedAdam compiles an op to run the same update: 90 s on a CPU, and on a GPU it needs a CUDA toolkit,
@@ -95,6 +101,31 @@ def torch_adam(engine_config: dict[str, Any], parameters: Sequence[nn.Parameter]
     # DeepSpeed's default: no weight decay unless the JSON gives it, where torch's AdamW has 0.01
     arguments.setdefault("weight_decay", 0.0)
     return kind(parameters, fused=True, **arguments)
+
+
+def optimizer_by_name(section: dict[str, Any], groups: Groups, device_type: str) -> torch.optim.Optimizer:
+    """The optimizer that DeepSpeed would make of the JSON's `optimizer` section, without its engine.
+
+    Raises:
+        ConfigError: see `check_optimizer`.
+    """
+    config = {"optimizer": {**section, "params": dict(section.get("params", {}))}}
+    check_optimizer(config, device_type)
+    adam = torch_adam(config, groups)
+    if adam is not None:
+        return adam
+    name = optimizer_name(str(section["type"]))
+    if name in ("Adam", "AdamW"):  # keys beyond torch's fused kernel are those of DeepSpeed's
+        raise ConfigError(
+            f"optimizer.params: backend ddp runs {name} as torch's, which takes {', '.join(sorted(ADAM_KEYS))} only; "
+            f"remove the others."
+        )
+    if name in ("Lamb", "Lion"):
+        from deepspeed.ops import lamb, lion
+
+        return (lamb.FusedLamb if name == "Lamb" else lion.FusedLion)(groups, **config["optimizer"]["params"])
+    made: torch.optim.Optimizer = getattr(torch.optim, str(name))(groups, **config["optimizer"]["params"])
+    return made
 
 
 def skip_infinite_updates(optimizer: Any, parameters: Sequence[nn.Parameter], clip: float) -> None:

@@ -25,6 +25,11 @@ class TrainState:
     tokens: int = 0
     """Valid targets trained on."""
 
+    best_figure: float | None = None
+    """Best value so far of the figure that `checkpoints.best` names."""
+    best_step: int = 0
+    """Update after which it was reached."""
+
     def advance(self, *, applied: bool, samples: int, tokens: int) -> None:
         """Count one update."""
         self.step += 1
@@ -33,7 +38,7 @@ class TrainState:
         self.skipped += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 

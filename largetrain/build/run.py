@@ -1,8 +1,8 @@
-"""The composition root: from a resolved run to the objects that run it. The only file that knows all parts."""
+"""The whole run: data, backend, loop, callbacks; and an evaluation without a loop."""
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,37 @@ import torch
 import torch.distributed as dist
 
 from largetrain import __version__
+from largetrain.build.backend import AnyBackend, make_backend
+from largetrain.build.model import Say
 from largetrain.callbacks.base import Callback
-from largetrain.callbacks.periodic import Checkpointing, Evaluation, Guard
+from largetrain.callbacks.periodic import Best, Checkpointing, Evaluation, Guard
 from largetrain.callbacks.recorder import Recorder, Sink
 from largetrain.callbacks.sinks import MetricsFile, TensorBoard, Terminal
 from largetrain.checkpoint.folder import read_rng
 from largetrain.checkpoint.manager import CheckpointManager
-from largetrain.checkpoint.resume import Start, check_fit, decide_start
+from largetrain.checkpoint.resume import SAME, SAME_WEIGHTS, Start, check_fit, decide_start
+from largetrain.config.ddp_keys import precision_of_ddp
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
+from largetrain.config.schedule_rules import updates_of
+from largetrain.config.schema import CheckpointsConfig, EvaluationConfig
 from largetrain.data.build import DataBundle, build_data
 from largetrain.data.loader import TrainStream, evaluation_batches
-from largetrain.engine import deepspeed as deepspeed_backend
+from largetrain.engine.base import MicroBatch
+from largetrain.engine.ddp import DdpBackend
+from largetrain.engine.deepspeed import dtype_of, stage_of
 from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.peak import peak_flops
 from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError
-from largetrain.models.build import build_model
-from largetrain.tasks.language_modeling import LanguageModeling
-from largetrain.train.state import TrainState, random_state, restore_random_state, seed_rank
+from largetrain.train.state import TrainState, random_state, restore_random_state
 from largetrain.train.trainer import Trainer
 
-Say = Callable[[str], None]
+# keys of the model section that do not change what it computes
+HOW_COMPUTED = {
+    *("activation_checkpointing", "loss_chunk_tokens", "compile", "channels_last", "allow_unused_parameters"),
+    *("pretrained", "pretrained_backbone"),
+}
+SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
 class AlreadyComplete(LargetrainError):
@@ -62,33 +72,21 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
         AlreadyComplete: there is nothing left to do.
     """
     run = resolved.run
-    assert isinstance(run.runtime.threads, int), "threads are resolved"
-    torch.set_num_threads(run.runtime.threads)
-    device = prepare(
-        rank=world.rank,
-        local_rank=world.local_rank,
-        world_size=world.world_size,
-        timeout_s=run.runtime.timeout_s,
-        verbose=verbose,
-    )
+    device = _join(resolved, world, verbose)
     start = decide_start(run.name, run.output, resume)  # before the data, which may take long to prepare
-    data = build_data(
-        resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
-    )
-    _agree_on_data(data)
-    resolved = resolved.with_steps(data.info.total_steps)
-    facts = _facts(resolved, data)
-    changes = check_fit(start, facts)
+    data, resolved = _data(resolved, world, say)
+    # what may refuse a checkpoint comes before the model, as far as it is known without it
     state = _state(start, data.info.total_steps, run.guard.max_skipped_in_a_row)
-    _announce(resolved, data, (*start.messages, *changes), start.output, say)
-    backend = _backend(resolved, data, device)
-    limit_timeouts(run.runtime.timeout_s)
-    for note in backend.notes:
-        say(f"note: {note}")
+    _announce(resolved, data, start.messages, start.output, say)
+    backend, resolved = _backend(resolved, data, device, world, say)
+    facts = _facts(resolved, data)
+    for line in check_fit(start, facts):
+        say(line)
     if start.checkpoint is not None:
         backend.load(start.checkpoint)
         restore_random_state(read_rng(start.checkpoint, world.rank), device)
     recorder, terminal = _recorder(resolved, data, backend, device, world, start)
+    tell = terminal.say if terminal is not None else say
     manager = CheckpointManager(start.output / "checkpoints", run.checkpoints.keep_last, backend.save)
 
     def save() -> Path:
@@ -97,9 +95,9 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
 
     callbacks: list[Callback] = [
         recorder,
-        Guard(run.guard.max_skipped_in_a_row, save, terminal.say if terminal is not None else say),
-        *_evaluation(resolved, data, backend, world, recorder),
-        Checkpointing(save, run.checkpoints.every_steps, run.checkpoints.at_end),
+        Guard(run.guard.max_skipped_in_a_row, save, tell),
+        *_evaluation(resolved, data, backend, world, [recorder, *_best(resolved, data, state, save, manager, tell)]),
+        Checkpointing(save, _every(run.checkpoints, data), run.checkpoints.at_end),
     ]
     if world.rank == 0:
         _write_config(start.output, resolved, world)
@@ -117,17 +115,71 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
     return Run(trainer, start.output, resolved)
 
 
-def _backend(resolved: Resolved, data: DataBundle, device: torch.device) -> deepspeed_backend.DeepSpeedBackend:
-    """Model and engine; weights come from the run's seed on every rank, dropout from a stream of the rank's own."""
-    torch.manual_seed(resolved.run.seed)
-    with deepspeed_backend.sharded_construction(resolved.engine):
-        model = build_model(resolved)
-    chunk_tokens = resolved.run.model.loss_chunk_tokens
-    assert isinstance(chunk_tokens, int), "auto is resolved"
-    task = LanguageModeling(chunk_tokens, data.info.bytes_per_token)
-    backend = deepspeed_backend.DeepSpeedBackend(model, task, resolved.engine, device)
-    seed_rank(resolved.run.seed, dist.get_rank())
-    return backend
+def evaluate(resolved: Resolved, world: World, *, resume: str | None, verbose: bool, say: Say) -> dict[str, float]:
+    """Evaluate a checkpoint, or pretrained weights, on the validation data; collective, writes nothing.
+
+    Args:
+        resume: "auto", "best", a path, or None for the model as it is built.
+
+    Raises:
+        ConfigError: there is no validation data, nothing worth evaluating, or the checkpoint does not fit.
+    """
+    run = resolved.run
+    if resume is None and not getattr(run.model, "pretrained", False):
+        raise ConfigError(
+            "--evaluate: the model has random weights; add --resume [auto|best|PATH], or write model.pretrained",
+            on_all_ranks=True,
+        )
+    device = _join(resolved, world, verbose)
+    start = decide_start(run.name, run.output, resume, writes=False)
+    data, resolved = _data(resolved, world, say)
+    if data.validation is None:
+        raise ConfigError(
+            "--evaluate: the data have no validation split; name one (data.validation)", on_all_ranks=True
+        )
+    backend, resolved = _backend(resolved, data, device, world, say)
+    if start.checkpoint is not None:
+        weights_only = isinstance(backend, DdpBackend)
+        check_fit(start, _facts(resolved, data), SAME_WEIGHTS if weights_only else SAME)
+        say(f"evaluating {start.checkpoint}")
+        if isinstance(backend, DdpBackend):
+            backend.load_weights(start.checkpoint)
+        else:
+            backend.load(start.checkpoint)
+    return backend.evaluate(_evaluation_batches(resolved, data, world)())
+
+
+def _join(resolved: Resolved, world: World, verbose: bool) -> torch.device:
+    run = resolved.run
+    assert isinstance(run.runtime.threads, int), "threads are resolved"
+    torch.set_num_threads(run.runtime.threads)
+    return prepare(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        world_size=world.world_size,
+        timeout_s=run.runtime.timeout_s,
+        verbose=verbose,
+    )
+
+
+def _data(resolved: Resolved, world: World, say: Say) -> tuple[DataBundle, Resolved]:
+    """The data, agreed upon by all ranks, and the run with its length."""
+    data = build_data(
+        resolved, is_writer=world.rank == 0, progress=lambda share, what: say(f"data: {what} ({share:.0%})")
+    )
+    _agree_on_data(data)
+    return data, resolved.with_steps(data.info.total_steps)
+
+
+def _backend(
+    resolved: Resolved, data: DataBundle, device: torch.device, world: World, say: Say
+) -> tuple[AnyBackend, Resolved]:
+    known = len(resolved.notes)
+    backend, resolved = make_backend(resolved, data, device, world.local_world_size, say)
+    limit_timeouts(resolved.run.runtime.timeout_s)
+    for note in (*resolved.notes[known:], *backend.notes):
+        say(f"note: {note}")
+    return backend, resolved
 
 
 def _agree_on_data(data: DataBundle) -> None:
@@ -153,11 +205,13 @@ def _agree_on_data(data: DataBundle) -> None:
 def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     """What a checkpoint says of its run beside the counters; compared on resume (`checkpoint/resume`)."""
     engine, batch = resolved.engine, resolved.batch
+    precision = precision_of_ddp(engine)
     return {
         "format": 1,
+        "backend": resolved.backend,
         "world_size": dist.get_world_size(),
-        "zero_stage": deepspeed_backend.stage_of(engine),
-        "dtype": str(deepspeed_backend.dtype_of(engine)).removeprefix("torch."),
+        "zero_stage": stage_of(engine) if resolved.backend == "deepspeed" else 0,
+        "dtype": str(dtype_of(engine)).removeprefix("torch.") if resolved.backend == "deepspeed" else precision,
         "batch": {
             "micro_batch": batch.micro_batch,
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,
@@ -168,7 +222,8 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
         # what only says how it is computed may change
-        "model": resolved.run.model.model_dump(mode="json", exclude={"activation_checkpointing", "loss_chunk_tokens"}),
+        "model": resolved.run.model.model_dump(mode="json", exclude=HOW_COMPUTED),
+        "classes": list(data.info.classes),
         "data": data.info.fingerprint or resolved.run.data.model_dump(mode="json", exclude={"workers", "cache"}),
         "versions": {"largetrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -202,7 +257,7 @@ def _state(start: Start, total_steps: int, max_skipped: int) -> TrainState:
 def _recorder(
     resolved: Resolved,
     data: DataBundle,
-    backend: deepspeed_backend.DeepSpeedBackend,
+    backend: AnyBackend,
     device: torch.device,
     world: World,
     start: Start,
@@ -219,31 +274,59 @@ def _recorder(
     peak = logging.peak_tflops * 1e12 if logging.peak_tflops else peak_flops(device, backend.dtype)
     flops = resolved.decoder.flops_per_token() if resolved.decoder else None
     clip = float(resolved.engine["gradient_clipping"])
-    return Recorder(sinks, logging.every_steps, clip, flops, peak), terminal
+    samples = resolved.batch.global_batch
+    return Recorder(sinks, logging.every_steps, clip, flops, peak, backend.task.unit, samples), terminal
 
 
-def _evaluation(
-    resolved: Resolved,
-    data: DataBundle,
-    backend: deepspeed_backend.DeepSpeedBackend,
-    world: World,
-    recorder: Recorder,
-) -> list[Callback]:
-    if data.validation is None:
-        return []
-    run = resolved.run
-
-    def batches() -> Any:
+def _evaluation_batches(resolved: Resolved, data: DataBundle, world: World) -> Callable[[], Iterator[MicroBatch]]:
+    def batches() -> Iterator[MicroBatch]:
         return evaluation_batches(
             data.validation,
             resolved.batch.micro_batch,
             world.world_size,
             world.rank,
-            max_samples=run.evaluation.max_samples,
-            workers=run.data.workers,
+            max_samples=resolved.run.evaluation.max_samples,
+            workers=resolved.run.data.workers,
         )
 
-    return [Evaluation(backend, batches, run.evaluation.every_steps, run.evaluation.at_end, [recorder])]
+    return batches
+
+
+def _evaluation(
+    resolved: Resolved, data: DataBundle, backend: AnyBackend, world: World, listeners: Sequence[Callback]
+) -> list[Callback]:
+    if data.validation is None:
+        return []
+    batches = _evaluation_batches(resolved, data, world)
+    wanted = resolved.run.evaluation
+    return [Evaluation(backend, batches, _every(wanted, data), wanted.at_end, listeners)]
+
+
+def _every(section: EvaluationConfig | CheckpointsConfig, data: DataBundle) -> int:
+    """Updates between two; 0: only at the end."""
+    if section.every_epochs is None:
+        return section.every_steps
+    return max(1, updates_of(section.every_epochs, data.info.steps_per_epoch))
+
+
+def _best(
+    resolved: Resolved,
+    data: DataBundle,
+    state: TrainState,
+    save: Callable[[], Path],
+    manager: CheckpointManager,
+    tell: Say,
+) -> list[Callback]:
+    figure = resolved.run.checkpoints.best
+    if figure is None:
+        return []
+    if data.validation is None:
+        raise ConfigError(
+            f"checkpoints.best: {figure} is a figure of the evaluation, and there is no validation data",
+            on_all_ranks=True,
+        )
+    smaller = figure.removeprefix("ema_") in SMALLER_IS_BETTER
+    return [Best(figure, smaller, state, save, manager.mark_best, tell)]
 
 
 def _announce(resolved: Resolved, data: DataBundle, messages: Sequence[str], output: Path, say: Say) -> None:

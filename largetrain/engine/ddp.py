@@ -1,0 +1,351 @@
+"""The `ddp` backend: DistributedDataParallel driven by the engine JSON, for models that ZeRO does not serve.
+
+Weights, gradients, optimizer state and running statistics are fp32 (or what the model was built in) always; fp16 and
+bf16 are the dtype of products, through torch.autocast. Loss-scale decisions are DeepSpeed's own class's, so that both
+backends go through the same sequence; torch.amp.GradScaler scales and unscales.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from largetrain.config.ddp_keys import precision_of_ddp
+from largetrain.engine import schedules
+from largetrain.engine.base import MicroBatch, StepResult
+from largetrain.engine.buffers import BufferGuard, equal_buffers, floating_buffers
+from largetrain.engine.ema import Ema
+from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.optimizers import Groups, optimizer_by_name, skip_infinite_updates
+from largetrain.engine.startup import spared_compiler_imports
+from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
+from largetrain.errors import LargetrainError
+from largetrain.tasks.base import Task
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+EMA_PREFIX = "ema_"
+
+
+class UnusedParametersError(LargetrainError):
+    """Parameters got no gradient; DistributedDataParallel cannot go on without them."""
+
+
+class DdpBackend:
+    """Runs optimizer steps with gradients averaged by DistributedDataParallel.
+
+    Args:
+        model: with synchronised batch norms where wanted; moved to `device` here.
+        task: gives the weight and the loss sum of a batch.
+        engine_config: the resolved engine JSON as a dict; `config/ddp_keys` says which keys count.
+        device: where batches go.
+        groups: parameter groups for the optimizer, with a `lr_factor` each.
+        factor: update number -> factor on the learning rate, in place of the JSON's scheduler.
+        ema: makes the moving average of the model, or None.
+        compiled: run the model through torch.compile.
+        channels_last: hand 4-d inputs over in NHWC order.
+        allow_unused: accept parameters without gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        engine_config: dict[str, Any],
+        device: torch.device,
+        groups: Groups,
+        factor: Callable[[int], float] | None = None,
+        *,
+        ema: Callable[[nn.Module], Ema] | None = None,
+        compiled: bool = False,
+        channels_last: bool = False,
+        allow_unused: bool = False,
+    ):
+        self.task, self.device = task, device
+        self.notes: list[str] = []
+        self.accumulation = int(engine_config["gradient_accumulation_steps"])
+        self.precision = precision_of_ddp(engine_config)
+        self.dtype = DTYPES[self.precision]
+        self.channels_last = channels_last
+        self.module = model.to(device)
+        self.ema = ema(self.module) if ema is not None else None
+        if compiled:
+            self.module.compile()
+        with spared_compiler_imports(engine_config if not compiled else {**engine_config, "compile": {}}):
+            self.optimizer = optimizer_by_name(engine_config["optimizer"], groups, device.type)
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        skip_infinite_updates(self.optimizer, parameters, float(engine_config["gradient_clipping"]))
+        if factor is not None:
+            self.scheduler: Any = schedules.FactorSchedule(self.optimizer, factor)
+        else:
+            self.scheduler = schedules.made_by_name(engine_config.get("scheduler"), self.optimizer)
+        schedules.start(self.scheduler, self.optimizer)
+        self.model = DistributedDataParallel(
+            self.module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            forward_sync_buffers=False,  # see engine/buffers
+            gradient_as_bucket_view=True,
+            find_unused_parameters=allow_unused,
+        )
+        self.allow_unused = allow_unused
+        self._named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._buffers = BufferGuard(self.module)
+        self._half = self._half_products()
+        self.scaler, self._scales = _loss_scaling(engine_config.get("fp16", {}), self.precision, device.type)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update, of parameters without a factor."""
+        return schedules.base_rate(self.optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the next update; 1.0 without fp16."""
+        return float(self._scales.cur_scale) if self._scales is not None else 1.0
+
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
+        """Pull exactly gradient_accumulation_steps items, then update once.
+
+        DistributedDataParallel averages over ranks: the loss sums are divided by the weight of the global batch and
+        multiplied by the ranks, so that every micro-batch counts by what it holds.
+
+        Raises:
+            UnusedParametersError: on the rank where parameters got no gradient.
+        """
+        batches = [next(micro_batches) for _ in range(self.accumulation)]
+        sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device)
+        lr, scale = self.lr, self.loss_scale
+        self._buffers.keep()
+        self.optimizer.zero_grad()
+        for index, batch in enumerate(batches):
+            last = index == self.accumulation - 1
+            # one all-reduce per update: DDP sends gradients with the backward pass of the last micro-batch
+            with nullcontext() if last else self.model.no_sync():
+                with self._forward(), self._unused_named():
+                    loss_sum = self.task.loss_sum(self.model, self._to_device(batch))
+                sums.add(loss_sum, last)
+                loss = sums.scaled(loss_sum)
+                with self._half():
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._check_used()
+        applied = self._update()
+        exhausted = not applied and self._scales is not None and scale <= self._floor
+        self._move_scale(applied)
+        mean, weight = sums.finish()
+        return StepResult(
+            loss=mean,
+            lr=lr,
+            grad_norm=self.optimizer._global_grad_norm,  # type: ignore[attr-defined]
+            loss_scale=scale,
+            applied=applied,
+            tokens=weight,
+            scale_exhausted=exhausted,
+            local_losses=tuple(sums.losses),
+            sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
+        )
+
+    def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
+        """Sum the task's quantities over all batches and ranks; every rank must bring as many batches.
+
+        With a moving average its figures come along, under the same names with `ema_` in front.
+        """
+        with self._evaluating() as models:
+
+            def evaluate(batch: MicroBatch) -> Sums:
+                moved = self._to_device(batch)
+                return {
+                    prefix + name: value
+                    for prefix, model in models.items()
+                    for name, value in self.task.evaluate(model, moved).items()
+                }
+
+            totals = evaluation_sums(batches, evaluate)
+        if not totals:
+            return {}
+        figures: dict[str, float] = {}
+        for prefix in models:
+            own = {name: value for name, value in totals.items() if name.startswith(EMA_PREFIX) == bool(prefix)}
+            named = self.task.metrics({name.removeprefix(prefix): value for name, value in own.items()})
+            figures.update({prefix + name: value for name, value in named.items()})
+        return figures
+
+    def preview(self, batch: MicroBatch) -> Tensor | None:
+        """The task's picture of predictions on `batch`, of the moving average where there is one."""
+        with self._evaluating() as models:
+            return self.task.preview(models.get(EMA_PREFIX, models[""]), self._to_device(batch))
+
+    def save(self, directory: Path) -> None:
+        """Write the state into `directory`: rank 0 what all ranks share, each rank its own buffers if they differ.
+
+        Tensors and plain types only, so that `torch.load(weights_only=True)` reads it.
+        """
+        rank, averages = dist.get_rank(), [self.module, *([self.ema.module] if self.ema else [])]
+        own = [[buffer.clone() for buffer in floating_buffers(model)] for model in averages]
+        with ExitStack() as stack:
+            differ = [stack.enter_context(equal_buffers(model)) for model in averages]
+            if any(differ):
+                torch.save(own, _buffer_file(directory, rank))
+            if rank == 0:
+                torch.save(self.module.state_dict(), directory / "model.pt")
+                torch.save(self._training_state(), directory / "training.pt")
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote on the same layout; the JSON's optimizer parameters and schedule hold."""
+        self.load_weights(directory)
+        state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
+        given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, values in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(values)
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.step(self.scheduler.last_batch_iteration)
+        if self._scales is not None and state["loss_scale"] is not None:
+            vars(self._scales).update(state["loss_scale"])
+            self._tell_scaler()
+        own = _buffer_file(directory, dist.get_rank())
+        if own.exists():
+            averages = [self.module, *([self.ema.module] if self.ema else [])]
+            for model, kept in zip(averages, torch.load(own, self.device, weights_only=True), strict=True):
+                for buffer, value in zip(floating_buffers(model), kept, strict=True):
+                    buffer.copy_(value)
+
+    def load_weights(self, directory: Path) -> None:
+        """Restore weights, buffers and moving average alone: for evaluation, on any number of ranks."""
+        self.module.load_state_dict(torch.load(directory / "model.pt", map_location=self.device, weights_only=True))
+        if self.ema is not None:
+            state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
+            if state["ema"] is None:  # the run had none so far: it begins with the weights as they are
+                self.ema.module.load_state_dict(self.module.state_dict())
+            else:
+                self.ema.load_state_dict(state["ema"])
+
+    def _training_state(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "loss_scale": _plain_state(self._scales) if self._scales is not None else None,
+            "ema": self.ema.state_dict() if self.ema is not None else None,
+        }
+
+    def _update(self) -> bool:
+        """Unscale, clip and step, or skip when gradients are not finite; the same decision on all ranks."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self.optimizer.step()
+        if self.optimizer.overflow:  # type: ignore[attr-defined]
+            self._buffers.restore_if_spoilt()
+            return False
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update(self.module)
+        return True
+
+    @property
+    def _floor(self) -> float:
+        """Smallest loss scale; a fixed one is never exhausted."""
+        return float(getattr(self._scales, "min_scale", 0.0))
+
+    def _move_scale(self, applied: bool) -> None:
+        if self._scales is not None:
+            self._scales.update_scale(not applied)
+            self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        assert self.scaler is not None and self._scales is not None
+        self.scaler.update(new_scale=float(self._scales.cur_scale))
+
+    def _half_products(self) -> Callable[[], AbstractContextManager[Any]]:
+        if self.device.type != "cpu" or computes_natively(self.dtype):
+            return nullcontext
+        self.notes.append(
+            f"this CPU has no native {self.precision}: matrix products, attention and convolutions are computed in "
+            f"fp32 and rounded once to {self.precision}, as tensor cores do"
+        )
+        return HalfProductsInFp32
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        half = self.precision != "fp32"
+        with torch.autocast(self.device.type, self.dtype) if half else nullcontext(), self._half():
+            yield
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[dict[str, nn.Module]]:
+        """The models to evaluate by prefix, in evaluation mode, with buffers that are equal on all ranks."""
+        models = {"": self.module, **({EMA_PREFIX: self.ema.module} if self.ema is not None else {})}
+        with ExitStack() as stack:
+            for model in models.values():
+                stack.enter_context(equal_buffers(model))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._forward())
+            self.module.eval()
+            try:
+                yield models
+            finally:
+                self.module.train()
+
+    def _check_used(self) -> None:
+        """Name the parameters without gradient before DDP stops with indices, or other ranks wait for ever."""
+        if not self.allow_unused and (unused := [name for name, p in self._named if p.grad is None]):
+            raise _unused(unused)
+
+    @contextmanager
+    def _unused_named(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            found = WITHOUT_GRADIENT.search(str(error))
+            if found is None:
+                raise
+            raise _unused([self._named[int(index)][0] for index in found[1].split()]) from error
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        if self.channels_last and isinstance(images := moved.get("images"), Tensor):
+            moved["images"] = images.contiguous(memory_format=torch.channels_last)
+        return moved
+
+
+def _unused(names: list[str]) -> UnusedParametersError:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return UnusedParametersError(
+        f"{len(names)} parameters got no gradient on rank {dist.get_rank()}: {shown}. Freeze them (model.freeze), take "
+        f"them out of the model, or write model.allow_unused_parameters: true"
+    )
+
+
+def _loss_scaling(fp16: dict[str, Any], precision: str, device: str) -> tuple[torch.amp.GradScaler | None, Any]:
+    """torch's scaler and DeepSpeed's rule for the scale, from the fp16 section; both None without fp16."""
+    if precision != "fp16":
+        return None, None
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    fixed = float(fp16.get("loss_scale", 0))
+    if fixed > 0:
+        return torch.amp.GradScaler(device, init_scale=fixed), LossScaler(scale=fixed)
+    rule = DynamicLossScaler(
+        init_scale=2.0 ** fp16.get("initial_scale_power", 16),
+        scale_window=fp16.get("loss_scale_window", 1000),
+        min_scale=fp16.get("min_loss_scale", 1),
+        delayed_shift=fp16.get("hysteresis", 2),
+        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
+        raise_error_at_min_scale=False,
+        dtype=torch.float16,
+    )
+    return torch.amp.GradScaler(device, init_scale=rule.cur_scale, growth_interval=rule.scale_window), rule
+
+
+def _plain_state(scales: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(scales).items() if isinstance(value, int | float)}
+
+
+def _buffer_file(directory: Path, rank: int) -> Path:
+    return directory / f"buffers-rank-{rank:05d}.pt"
