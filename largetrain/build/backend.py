@@ -1,0 +1,77 @@
+"""From a resolved run, its model and its data to the backend that trains it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from largetrain.build.model import Say, make_model, make_task, treat_batch_norms
+from largetrain.config.resolved import Resolved
+from largetrain.config.schedule_rules import updates_of
+from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
+from largetrain.data.build import DataBundle
+from largetrain.engine.ddp import DdpBackend
+from largetrain.engine.deepspeed import DeepSpeedBackend
+from largetrain.engine.ema import Ema
+from largetrain.errors import on_every_rank
+from largetrain.optim.groups import parameter_groups
+from largetrain.optim.schedules import schedule_factor
+from largetrain.train.state import seed_rank
+
+AnyBackend = DdpBackend | DeepSpeedBackend
+
+
+@on_every_rank()
+def make_backend(
+    resolved: Resolved, data: DataBundle, device: torch.device, local_world_size: int, say: Say
+) -> tuple[AnyBackend, Resolved]:
+    """Model and engine; weights come from the run's seed on every rank, dropout from a stream of the rank's own.
+
+    Returns:
+        the backend, and the run with its backend settled.
+
+    Raises:
+        ConfigError: model, data and engine JSON do not fit together; the same on all ranks.
+    """
+    model, resolved = make_model(resolved, data.info, say)
+    run = resolved.run
+    treat_batch_norms(model, resolved, _images_shape(run), local_world_size, say)
+    task = make_task(resolved, data.info)
+    groups = parameter_groups(model, run.parameters)
+    factor = None
+    if run.schedule is not None:
+        factor = schedule_factor(run.schedule, data.info.total_steps, data.info.steps_per_epoch)
+    backend: AnyBackend
+    if resolved.backend == "ddp":
+        vision = run.model if isinstance(run, ClassificationRun | SegmentationRun) else None
+        backend = DdpBackend(
+            model,
+            task,
+            resolved.engine,
+            device,
+            groups,
+            factor,
+            ema=_ema(resolved, data),
+            compiled=vision is not None and vision.compile,
+            channels_last=vision is not None and vision.channels_last,
+            allow_unused=vision is not None and vision.allow_unused_parameters,
+        )
+    else:
+        backend = DeepSpeedBackend(model, task, resolved.engine, device, groups, factor)
+    seed_rank(run.seed, dist.get_rank())
+    return backend, resolved
+
+
+def _images_shape(run: Any) -> list[int] | None:
+    if isinstance(run, ClassificationRun | SegmentationRun):
+        return [3, run.data.image_size, run.data.image_size]
+    return None
+
+
+def _ema(resolved: Resolved, data: DataBundle) -> Callable[[torch.nn.Module], Ema] | None:
+    ema = resolved.run.ema
+    if ema is None:
+        return None
+    warmup_steps = updates_of(ema.warmup_epochs, data.info.steps_per_epoch)
+    return lambda model: Ema(model, ema.decay, ema.every_steps, warmup_steps)
