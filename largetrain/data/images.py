@@ -216,7 +216,8 @@ def _entries(folder: str, key: str) -> list[os.DirEntry[str]]:
 def held_out(names: Sequence[str | bytes], fraction: float) -> np.ndarray:
     """Choose the samples of the validation split: by the digest of their names, so the same always.
 
-    Adding or removing samples moves no other one. Of two or more samples each split gets at least one.
+    Adding or removing samples moves no other one. Of two or more samples each split gets at least one; a single one
+    is for training.
 
     Args:
         names: what identifies each sample: a relative path, or the content.
@@ -229,7 +230,7 @@ def held_out(names: Sequence[str | bytes], fraction: float) -> np.ndarray:
     chosen = digests < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     if len(names) > 1 and not chosen.any():
         chosen[digests.argmin()] = True
-    elif len(names) > 1 and chosen.all():
+    elif len(names) and chosen.all():
         chosen[digests.argmax()] = False
     return chosen
 

