@@ -38,7 +38,7 @@ def test_a_scene_depends_on_its_number_alone():
 
 
 def test_masks_hold_digits_with_a_rim_of_one_pixel():
-    seen = set()
+    seen, digit_beside = set(), []
     for index in range(50):
         image, mask = scenes().scene(index)
         assert image.shape == (64, 64, 3) and image.dtype == mask.dtype == np.uint8 and mask.shape == (64, 64)
@@ -49,11 +49,12 @@ def test_masks_hold_digits_with_a_rim_of_one_pixel():
         for one, other in ((mask[1:], mask[:-1]), (mask[:, 1:], mask[:, :-1])):
             for near, far in ((one, other), (other, one)):
                 assert not ((near > 0) & (near < 255) & (far == 0)).any()
-        # and the rim is thin: a digit or another rim is next to each of its pixels
+        # the rim is thin: a digit is next to its pixels, but where the rim of another went over that one
         around = np.pad(mask, 1)
         beside = np.stack([around[:-2, 1:-1], around[2:, 1:-1], around[1:-1, :-2], around[1:-1, 2:]])
-        assert (beside[:, mask == 255] > 0).any(axis=0).all()
+        digit_beside.append(((beside > 0) & (beside < 255))[:, mask == 255].any(axis=0))
     assert seen == {*range(11), 255}
+    assert np.concatenate(digit_beside).mean() > 0.9  # of a rim of two pixels it would be half
 
 
 def test_digits_can_be_told_from_what_is_behind():
