@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from largetrain.errors import ConfigError
+
 
 def recompute_stages(model: nn.Module) -> list[str]:
     """Make each stage of `model` recompute its activations; give the names of what recomputes.
@@ -60,15 +62,18 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _runs(sequential: nn.Sequential) -> list[list[str]]:
-    """Names of the layers without children, in runs that end at a pooling layer or a child with layers."""
+    """Names of the layers without children, in runs that end at a pooling layer or a child with layers.
+
+    A run does not begin with a layer that works in place: it would alter the input that the run starts from again.
+    """
     runs: list[list[str]] = [[]]
     for name, child in sequential.named_children():
         if any(True for _ in child.children()):
             runs.append([])
-            continue
-        runs[-1].append(name)
-        if "Pool" in type(child).__name__:
-            runs.append([])
+        elif runs[-1] or not getattr(child, "inplace", False):
+            runs[-1].append(name)
+            if "Pool" in type(child).__name__:
+                runs.append([])
     return [run for run in runs if run]
 
 
@@ -118,8 +123,24 @@ def _run_layers(layers: list[nn.Module], input: Any) -> Any:
 
 
 def _recomputed(stage: list[nn.Module], function: Any, *args: Any, **kwargs: Any) -> Any:
+    # DenseNet appends to the list that it has passed: the recomputation must find it as it was
+    args = tuple(list(arg) if type(arg) is list else arg for arg in args)
+    # torch checks the tensors among the arguments, but not those in lists
+    listed = [held for arg in args if isinstance(arg, list | tuple) for held in arg if isinstance(held, torch.Tensor)]
+    versions = [held._version for held in listed]
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        if [held._version for held in listed] != versions:
+            raise ConfigError(
+                f"model.activation_checkpointing: the input of {type(stage[0]).__name__} was altered in place after it "
+                f"was passed, so the stage cannot be run again on it; use layers with inplace=False, or turn it off."
+            )
+        with _buffers_kept(stage):
+            yield
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _buffers_kept(stage)
+        return nullcontext(), again()
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -7,7 +7,6 @@ import difflib
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -90,7 +89,7 @@ def _load(model: nn.Module, state: State, where: str, key: str, num_classes: int
     absent = [name for name in result.missing_keys if name not in heads]
     absent_aux = [name for name in absent if name.startswith(AUXILIARY)]
     missing = [name for name in absent if name not in absent_aux]
-    loaded = len(own) - len(result.missing_keys)
+    loaded = len(fitting) - len(result.unexpected_keys)
     if not loaded:
         raise ConfigError(
             f"{key}: {where}: none of its {len(state)} names is one of the model's; it has {_some(list(state))}, the "
@@ -187,8 +186,11 @@ def _guarded(read: Callable[[], Any], path: str, key: str) -> Any:
             f"{key}: {path} is damaged, or holds more than tensors and plain values, which could run code and is not "
             f"loaded; save the weights alone: torch.save(model.state_dict(), path)."
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{key}: {path} is damaged or no file of weights: {_first_line(error)}") from error
+    except Exception as error:  # bytes that are no checkpoint end in whatever the reader stumbles over first
+        text = str(error).strip().splitlines() or ["no more is known"]
+        raise ConfigError(
+            f"{key}: {path} is damaged or no file of weights ({type(error).__name__}: {text[0]}); write it anew."
+        ) from error
 
 
 def _plain_state(held: Any, where: str, key: str) -> State:
@@ -234,7 +236,3 @@ def _with_metadata(state: State, metadata: Any) -> State:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no more is known'}"
