@@ -4,12 +4,15 @@ What both image tasks build on; nothing here knows of labels.
 """
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import logging
 import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +115,8 @@ def open_image(path: str | os.PathLike[str], *, upright: bool = True) -> Image.I
             image: Image.Image = Image.open(file, formats=FORMATS)
             if min(image.size) < 1:
                 raise ValueError(f"it has {image.width} x {image.height} pixels")
+            if isinstance(image, TiffImageFile):
+                _silence_libtiff()
             image.load()
             return _upright(image) if upright else image
     except Exception as error:  # a decoder may raise anything on damaged data
@@ -124,6 +129,19 @@ def _quiet() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@functools.cache
+def _silence_libtiff() -> None:
+    """Switch off the handlers through which libtiff, below PIL, prints about each damaged file; once per process."""
+    # where PIL holds libtiff in itself, or the system has no such list, libtiff goes on printing
+    with contextlib.suppress(OSError, AttributeError):
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtiff" in line}
+        for path in loaded:
+            library = ctypes.CDLL(path)
+            for handler in (library.TIFFSetErrorHandler, library.TIFFSetWarningHandler):
+                handler.argtypes, handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+                handler(None)
 
 
 def _reason(error: Exception) -> str:
@@ -139,7 +157,11 @@ def _upright(image: Image.Image) -> Image.Image:
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # noqa: BLE001  # pixels are whole; a damaged EXIF block says nothing about them
         return image
-    return image if turn is None else image.transpose(turn)
+    if turn is None:
+        return image
+    turned = image.transpose(turn)
+    turned.format = image.format
+    return turned
 
 
 def _rgb(image: Image.Image) -> Image.Image:
