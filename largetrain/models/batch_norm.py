@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from largetrain.errors import ConfigError
@@ -81,31 +82,37 @@ def freeze_batch_norms(model: nn.Module) -> nn.Module:
         ConfigError: a batch norm has no running statistics that it could use instead.
     """
     live = {name: module for name, module in model.named_modules() if is_live(module)}
-    problems = [
-        f"model.freeze_batch_norm: the batch norm {name!r} keeps no running statistics "
-        "(track_running_stats is False), so it cannot be frozen; build the model with them, or leave the key out."
-        for name, module in live.items()
-        if module.running_mean is None
-    ]
+    problems = [problem for name, module in live.items() if (problem := _no_statistics(name, module))]
     if problems:
         raise ConfigError(problems)
     for module in live.values():
         cls: Any = type(module)
         module.__class__ = _frozen(cls)
         module.training = False
-        for parameter in (module.weight, module.bias):
-            if isinstance(parameter, Tensor):
+        for name, parameter in module.named_parameters():
+            if name.split(".")[0] in ("weight", "bias", "parametrizations"):  # not those of a fused activation
                 parameter.requires_grad_(False)
     return model
+
+
+def _no_statistics(name: str, module: nn.Module) -> str | None:
+    """Why this batch norm cannot be frozen, with a way out; None if it can."""
+    if isinstance(module, LazyModuleMixin):
+        why = "has no size yet"
+    elif module.running_mean is None:
+        why = "keeps no running statistics (track_running_stats is False)"
+    else:
+        return None
+    return (
+        f"model.freeze_batch_norm: the batch norm {name!r} {why}, so there is nothing to freeze; build the model with "
+        "sizes and statistics, or leave the key out."
+    )
 
 
 @cache
 def _frozen(cls: Any) -> Any:
     """The class of frozen modules of a class."""
-    made: Any = type(f"Frozen{cls.__name__}", (FrozenStatistics, cls), {"__doc__": f"{cls.__name__}, kept as it is."})
-    if getattr(cls, "cls_to_become", None) is not None:  # a lazy module takes this class once it knows its size
-        made.cls_to_become = _frozen(cls.cls_to_become)
-    return made
+    return type(f"Frozen{cls.__name__}", (FrozenStatistics, cls), {"__doc__": f"{cls.__name__}, kept as it is."})
 
 
 def batch_norm_sites(model: nn.Module, images_shape: Sequence[int]) -> list[BatchNormSite] | None:

@@ -18,25 +18,17 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 from torch.overrides import TorchFunctionMode
 
 from largetrain.errors import ConfigError
-from largetrain.parallel.norm_kinds import is_batch_norm, is_frozen
+from largetrain.parallel.channel import Channel
+from largetrain.parallel.norm_kinds import is_frozen, is_live
 from largetrain.parallel.sync_statistics import HALF, sync_batch_norm
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """What a converted module knows: the ranks of its statistics (None: all) and its name, for messages.
+    """What a converted module knows: the ranks of its statistics, and its name for messages."""
 
-    A process group cannot be copied; a copy of the model, such as its moving average, uses the same one.
-    """
-
-    group: dist.ProcessGroup | None
+    channel: Channel
     name: str
-
-    def __copy__(self) -> "_Shared":
-        return self
-
-    def __deepcopy__(self, memo: dict) -> "_Shared":
-        return self
 
 
 class Synchronised:
@@ -54,7 +46,7 @@ class Synchronised:
         run: Callable = super().forward  # type: ignore[misc]
         if self.shared is None or not self.training:  # type: ignore[attr-defined]
             return run(*args, **kwargs)
-        with _Exchange(self.shared.group) as exchange:
+        with _Exchange(self.shared.channel) as exchange:
             out = run(*args, **kwargs)
         if not exchange.met:
             raise ConfigError(
@@ -96,9 +88,9 @@ OURS: dict[type, type] = {
 class _Exchange(TorchFunctionMode):
     """While it is active, F.batch_norm and torch.batch_norm in training mode are the synchronised one."""
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, channel: Channel):
         super().__init__()
-        self.group = group
+        self.channel = channel
         self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +107,7 @@ class _Exchange(TorchFunctionMode):
         self.met = True
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        return sync_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, self.group)
+        return sync_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, self.channel)
 
     def _low_level(
         self, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True
@@ -143,9 +135,10 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None) -
     problems = [problem for name, module in modules.items() if (problem := _problem(name, module))]
     if problems:
         raise ConfigError(problems)
+    channel = Channel(group)
     for name, module in modules.items():
-        if is_batch_norm(module) and not is_frozen(module):
-            _convert(module, _Shared(group, name))
+        if is_live(module):
+            _convert(module, _Shared(channel, name))
     return model
 
 

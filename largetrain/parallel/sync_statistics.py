@@ -4,11 +4,12 @@ On the CPU, where torch has no such function, ours; on CUDA torch's own.
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+
+from largetrain.parallel.channel import Channel
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -21,11 +22,11 @@ def sync_batch_norm(
     bias: Tensor | None,
     momentum: float,
     eps: float,
-    group: dist.ProcessGroup | None,
+    channel: Channel,
 ) -> Tensor:
-    """Normalise with the statistics of the batches of all ranks in `group` and update the running statistics.
+    """Normalise with the statistics of the batches of all ranks of a channel and update the running statistics.
 
-    A collective: every rank of the group must call it, in the same order, and again in the backward pass where `x`
+    A collective: every rank of the channel must call it, in the same order, and again in the backward pass where `x`
     needs a gradient. The gradients of weight and bias are those of this rank's rows; DDP averages them.
 
     Args:
@@ -36,23 +37,22 @@ def sync_batch_norm(
         bias: [C] or None for 0.
         momentum: weight of this batch in the running statistics.
         eps: added to the variance.
-        group: ranks that share statistics; None for all.
+        channel: ranks that share statistics.
 
     Returns:
         Shape, dtype and memory format of `x`.
 
     Raises:
-        ValueError: fewer than two values per channel in the whole group.
+        ValueError: fewer than two values per channel on all ranks together.
     """
-    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    ranks = channel.ranks
     if ranks == 1 or x.device.type == "meta":  # meta: only shapes are asked for
         return F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
-    group = group or dist.group.WORLD
     if x.device.type == "cpu":
-        return _SyncBatchNorm.apply(x, weight, bias, running_mean, running_var, eps, momentum, group, ranks)
+        return _SyncBatchNorm.apply(x, weight, bias, running_mean, running_var, eps, momentum, channel)
     # With no rows torch sends statistics of the input's dtype, its peers send fp32: make the two the same.
     given = x.float() if x.numel() == 0 and x.dtype in HALF else x
-    out = TorchSyncBatchNorm.apply(given, weight, bias, running_mean, running_var, eps, momentum, group, ranks)
+    out = TorchSyncBatchNorm.apply(given, weight, bias, running_mean, running_var, eps, momentum, channel.group, ranks)
     return out.to(x.dtype)
 
 
@@ -64,22 +64,19 @@ class _SyncBatchNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum, group, ranks):
+    def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum, channel):
         x = _dense(x)
-        local = _local_statistics(x)
-        parts = local.new_empty(ranks * local.numel())
-        dist.all_gather_single(parts, local, group)
-        count, mean, m2 = _merge(parts.view(ranks, -1))
+        count, mean, m2 = _merge(channel.gather(_local_statistics(x)))
         if count < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} on this rank "
-                f"and {count} in total on the {ranks} ranks that share batch statistics"
+                f"and {count} in total on the {channel.ranks} ranks that share batch statistics"
             )
         _move(running_mean, mean, momentum)
         _move(running_var, m2 / (count - 1), momentum)
         mean, var = mean.to(_precise(x)), (m2 / count).to(_precise(x))
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.eps, ctx.count, ctx.group = eps, count, group
+        ctx.eps, ctx.count, ctx.channel = eps, count, channel
         ctx.bias_dtype = None if bias is None else bias.dtype
         return F.batch_norm(x, mean, var, _cast(weight, mean.dtype), _cast(bias, mean.dtype), False, 0.0, eps)
 
@@ -92,16 +89,15 @@ class _SyncBatchNorm(torch.autograd.Function):
         sum_dy, sum_dy_normed = _local_sums(dy, x, mean, var, ctx.eps)
         dx = None
         if for_x:
-            means = torch.stack((sum_dy, sum_dy_normed))
-            dist.all_reduce(means, group=ctx.group)
+            means = ctx.channel.sum(torch.cat((sum_dy, sum_dy_normed)).double()).view(2, -1) / ctx.count
             scale = (var + ctx.eps).rsqrt()
             scale = scale if weight is None else scale * weight
-            shift, slope = means.mul_(scale / -ctx.count)
+            shift, slope = means.to(scale.dtype) * -scale
             # dx = scale (dy - mean of dy - normed x * mean of dy normed x): normed x by the kernel of the forward pass
             dx = F.batch_norm(x if x.dtype == mean.dtype else x.to(mean.dtype), mean, var, slope, shift, eps=ctx.eps)
             dx = dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2))).to(x.dtype)
         grad_weight = sum_dy_normed.to(weight.dtype) if for_weight else None
-        return dx, grad_weight, sum_dy.to(ctx.bias_dtype) if for_bias else None, *[None] * 6
+        return dx, grad_weight, sum_dy.to(ctx.bias_dtype) if for_bias else None, *[None] * 5
 
 
 def _precise(x: Tensor) -> torch.dtype:
