@@ -75,7 +75,7 @@ def _policy(augment: AugmentConfig, interpolation: v2.InterpolationMode) -> list
     if augment.policy == "autoaugment":
         return [v2.AutoAugment(interpolation=interpolation)]
     if augment.policy == "augmix":
-        return [v2.AugMix(interpolation=interpolation)]
+        return [v2.AugMix()]  # works on tensors, for which torchvision turns images bilinearly only
     return []
 
 
