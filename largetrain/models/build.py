@@ -10,7 +10,8 @@ For ZeRO-3 a module should initialise its own parameters in its own constructor 
 """
 
 import inspect
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -45,17 +46,10 @@ def build_model(resolved: ModelChoice) -> nn.Module:
 
 
 def _build_target(model: ModelBase, path: str) -> nn.Module:
-    target = load_target(path, "model.target")
-    check_arguments(target, model.args, path, "model.args")
-    built = target(**model.args)
-    if not isinstance(built, nn.Module):
-        raise ConfigError(
-            f"model.target: {path!r} gives a value of type {type(built).__name__}, not a torch.nn.Module."
-        )
+    built = model_from_target(load_target(path, "model.target"), model.args, path)
     if isinstance(built, nn.modules.lazy.LazyModuleMixin) or any(map(nn.parameter.is_lazy, built.parameters())):
         raise ConfigError(f"model.target: {path!r} has lazy parameters, whose shapes are unknown; give their sizes.")
-    if not any(parameter.requires_grad for parameter in built.parameters()):
-        raise ConfigError(f"model.target: {path!r} has no trainable parameter; register them in its constructor.")
+    check_trainable(built, path)
     try:
         inspect.signature(built.forward).bind(None, None)
     except TypeError as error:
@@ -64,6 +58,27 @@ def _build_target(model: ModelBase, path: str) -> nn.Module:
             f"it must take both and return (loss_sum, token_count) or logits."
         ) from error
     return built
+
+
+def model_from_target(target: Any, args: Mapping[str, Any], path: str) -> nn.Module:
+    """Call what `model.target` names, after a look at its signature.
+
+    Raises:
+        ConfigError: the arguments do not fit, or it gives no module.
+    """
+    check_arguments(target, args, path, "model.args")
+    built = target(**args)
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"model.target: {path!r} gives a value of type {type(built).__name__}, not a torch.nn.Module."
+        )
+    return built
+
+
+def check_trainable(built: nn.Module, path: str) -> None:
+    """Refuse a model of the user's own that has nothing to train."""
+    if not any(parameter.requires_grad for parameter in built.parameters()):
+        raise ConfigError(f"model.target: {path!r} has no trainable parameter; register them in its constructor.")
 
 
 def loss_from_output(output: object, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from largetrain.config.target import check_arguments, load_target
 from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
 from largetrain.errors import ConfigError
 from largetrain.models.batch_norm import freeze_batch_norms
+from largetrain.models.build import check_trainable, model_from_target
 from largetrain.models.vision_recompute import recompute_stages
 from largetrain.models.vision_weights import is_file_name, load_backbone, load_pretrained
 
@@ -201,12 +202,7 @@ def _from_target(run: VisionRun, path: str, num_classes: int) -> nn.Module:
         raise ConfigError("model.args.num_classes: is set by the key model.num_classes; write it there.")
     if callable(target) and _takes_num_classes(target):
         args["num_classes"] = num_classes
-    check_arguments(target, args, path, "model.args")
-    model = target(**args)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model.target: {path!r} gives a value of type {type(model).__name__}, not a torch.nn.Module."
-        )
+    model = model_from_target(target, args, path)
     try:
         inspect.signature(model.forward).bind(None)
     except TypeError as error:
@@ -214,8 +210,7 @@ def _from_target(run: VisionRun, path: str, num_classes: int) -> nn.Module:
             f"model.target: forward of {path!r} is called as forward(images), but {error}; take the images alone."
         ) from error
     _materialise(model, path, run.data.image_size)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"model.target: {path!r} has no trainable parameter; register them in its constructor.")
+    check_trainable(model, path)
     return model
 
 
