@@ -142,6 +142,14 @@ def test_items_are_stacked_by_the_dataset_or_by_default():
     assert micro["value"].tolist() == [0, 1] and micro["sample_id"].dtype == torch.int64
 
 
+def test_copies_of_a_sample_get_different_random_numbers():
+    order = SampleOrder(8, 4, 3, repeats=2)
+    drawn = list(TrainStream(Numbers(8), order, batch_of(micro_batch=4), 0, updates=8))
+    keys = [(i, float(noise)) for b in drawn for i, noise in zip(b["sample_id"].tolist(), b["noise"], strict=True)]
+    assert [i for i, _ in keys[::2]] == [i for i, _ in keys[1::2]]
+    assert len(set(keys)) == 32
+
+
 EVALUATIONS = [*itertools.product([1, 5, 8, 13], [1, 2, 3, 4], [0]), (5, 3, 2)]
 
 

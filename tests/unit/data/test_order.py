@@ -143,3 +143,31 @@ def test_updates_of_epochs_are_known_before_the_start(samples, batch, epochs, st
 def test_impossible_sizes_are_refused(samples, batch):
     with pytest.raises(ValueError):
         SampleOrder(samples, batch, 0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_repeated_augmentation_shows_copies_in_a_row_with_their_own_epochs(shuffle):
+    """Over `repeats` epochs every sample comes `repeats` times; no pair of sample and epoch ever comes twice."""
+    order = SampleOrder(10, global_batch=4, seed=5, shuffle=shuffle, repeats=3)
+    ids, epochs = order.ids(0, 90)
+    once, _ = SampleOrder(10, 4, 5, shuffle).ids(0, 30)
+    assert ids.tolist() == once.repeat(3).tolist()
+    assert sorted(ids[:30]) == sorted([*range(10)] * 3)
+    assert len(set(zip(ids.tolist(), epochs.tolist(), strict=True))) == 90
+    assert epochs[:3].tolist() == [0, 1, 2] and epochs[30:33].tolist() == [3, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(samples=st.integers(1, 60), repeats=st.integers(1, 7), consumed=st.integers(0, 500), count=st.integers(0, 200))
+def test_repeated_orders_resume_anywhere(samples, repeats, consumed, count):
+    order = SampleOrder(samples, 4, 1, repeats=repeats)
+    ids, epochs = order.ids(0, consumed + count)
+    tail_ids, tail_epochs = order.ids(consumed, count)
+    assert np.array_equal(tail_ids, ids[consumed:]) and np.array_equal(tail_epochs, epochs[consumed:])
+
+
+def test_an_epoch_has_as_many_samples_with_repeats():
+    order = SampleOrder(10, 4, 0, repeats=5)
+    assert (order.steps_for(2), order.dropped_for(1)) == (5, 2)
+    with pytest.raises(ValueError, match="repeats=0"):
+        SampleOrder(10, 4, 0, repeats=0)
