@@ -184,6 +184,8 @@ def _segmentation(data: SegmentationData) -> Iterator[Problem]:
             ("data", "samples"),
             f"is for `digit_scenes` and `synthetic` and has no effect with {shown(data.source)}; remove it.",
         )
+    if data.source == "digit_scenes" and data.validation is not None:
+        yield ("data", "validation"), "is for folders: `digit_scenes` makes its own validation scenes; remove it."
     if built_in and "format" in given and data.format != "auto":
         yield ("data", "format"), f"is for folders and has no effect with the source `{data.source}`; remove it."
     if data.format == "pairs" and not built_in and data.classes is None:
