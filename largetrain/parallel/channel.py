@@ -51,22 +51,23 @@ class Channel:
         """Their number; 1 without torch.distributed."""
         return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
 
-    def gather(self, local: Tensor) -> Tensor:
-        """The vectors [n] of all ranks as rows: [ranks, n], fp64. A collective."""
-        memory = self._connected()
-        if memory is not None and local.numel() <= LONGEST:
-            return memory.gather(local)
-        rows = local.new_empty(self.ranks * local.numel())
-        dist.all_gather_single(rows, local, self.group)
-        return rows.view(self.ranks, -1)
+    def gather(self, *pieces: Tensor) -> Tensor:
+        """What all ranks have given, as rows: [ranks, n]. A collective.
 
-    def sum(self, local: Tensor) -> Tensor:
-        """The sum [n] of the vectors of all ranks, the same bits everywhere, fp64. A collective."""
+        Args:
+            pieces: joined to a vector [n] of fp64 numbers; n is the same on all ranks.
+
+        Returns:
+            Rows in rank order, fp64; to be used before the next exchange, which may write over them.
+        """
+        length = sum(map(len, pieces))
         memory = self._connected()
-        if memory is not None and local.numel() <= LONGEST:
-            return memory.gather(local).sum(0)
-        dist.all_reduce(local, group=self.group)
-        return local
+        if memory is not None and length <= LONGEST:
+            return memory.gather(pieces, length)
+        local = torch.cat(pieces, out=torch.empty(length, dtype=torch.float64))
+        rows = local.new_empty(self.ranks * length)
+        dist.all_gather_single(rows, local, self.group)
+        return rows.view(self.ranks, length)
 
     def _connected(self) -> "_Memory | None":
         if not self._tried:
@@ -94,19 +95,27 @@ class _Memory:
         self.rows = torch.frombuffer(memory, dtype=torch.float64, offset=8 * LINE * ranks).view(2, ranks, LONGEST)
         self.rank, self.process_ids, self.timeout_s = rank, process_ids, timeout_s
         self.step = 0
+        self.views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         # More ranks than cores: the one that is waited for needs the core of the one that waits.
         self.active_s = ACTIVE_S if ranks <= (os.cpu_count() or 1) else INTERVAL_S
 
-    def gather(self, local: Tensor) -> Tensor:
-        """The vectors [n] of all ranks: [ranks, n]."""
+    def gather(self, pieces: tuple[Tensor, ...], length: int) -> Tensor:
+        """The vectors of all ranks: [ranks, length], valid until the next call."""
         self.step += 1
-        rows = self.rows[self.step % 2, :, : local.numel()]
-        rows[self.rank].copy_(local)
+        rows, own = self._views(self.step % 2, length)
+        torch.cat(pieces, out=own)
         self.steps[LINE * self.rank] = self.step
         for peer in range(len(self.process_ids)):
             if self.steps[LINE * peer] < self.step:
                 self._wait_for(peer)
-        return rows.clone()
+        return rows
+
+    def _views(self, which: int, length: int) -> tuple[Tensor, Tensor]:
+        """The rows and the own row of a set: kept, since making a view takes as long as reading it."""
+        if (which, length) not in self.views:
+            rows = self.rows[which, :, :length]
+            self.views[which, length] = rows, rows[self.rank]
+        return self.views[which, length]
 
     def _wait_for(self, peer: int) -> None:
         begin = time.monotonic()

@@ -5,7 +5,6 @@ reference to it stay what they are. The class runs the forward pass of the class
 exchanged: that works for torch's own, for subclasses that call them, and for those that call F.batch_norm.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,11 +42,15 @@ class Synchronised:
             ValueError: fewer than two values per channel in the whole group.
             ConfigError: the class below does not use torch's batch norm function.
         """
-        run: Callable = super().forward  # type: ignore[misc]
         if self.shared is None or not self.training:  # type: ignore[attr-defined]
-            return run(*args, **kwargs)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self._with_statistics_of_all_ranks(*args, **kwargs)
+
+    @torch.compiler.disable  # a compiled model is cut here: collectives of this kind cannot be traced
+    def _with_statistics_of_all_ranks(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.shared is not None
         with _Exchange(self.shared.channel) as exchange:
-            out = run(*args, **kwargs)
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not exchange.met:
             raise ConfigError(
                 f"sync_batch_norm: {type(self).__mro__[2].__name__} at {self.shared.name!r} computes its statistics "

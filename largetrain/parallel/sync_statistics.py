@@ -66,19 +66,20 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, running_mean, running_var, eps, momentum, channel):
         x = _dense(x)
-        count, mean, m2 = _merge(channel.gather(_local_statistics(x)))
+        count, mean, var = _merge(channel.gather(*_local_statistics(x)))
         if count < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)} on this rank "
                 f"and {count} in total on the {channel.ranks} ranks that share batch statistics"
             )
-        _move(running_mean, mean, momentum)
-        _move(running_var, m2 / (count - 1), momentum)
-        mean, var = mean.to(_precise(x)), (m2 / count).to(_precise(x))
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
+            running_var.mul_(1 - momentum).add_(var, alpha=momentum * count / (count - 1))
+        mean, var = mean.to(_precise(x)), var.to(_precise(x))
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps, ctx.count, ctx.channel = eps, count, channel
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.batch_norm(x, mean, var, _cast(weight, mean.dtype), _cast(bias, mean.dtype), False, 0.0, eps)
+        return _normalise(x, mean, var, _cast(weight, mean.dtype), _cast(bias, mean.dtype), eps)
 
     @staticmethod
     @once_differentiable
@@ -89,12 +90,12 @@ class _SyncBatchNorm(torch.autograd.Function):
         sum_dy, sum_dy_normed = _local_sums(dy, x, mean, var, ctx.eps)
         dx = None
         if for_x:
-            means = ctx.channel.sum(torch.cat((sum_dy, sum_dy_normed)).double()).view(2, -1) / ctx.count
-            scale = (var + ctx.eps).rsqrt()
-            scale = scale if weight is None else scale * weight
-            shift, slope = means.to(scale.dtype) * -scale
-            # dx = scale (dy - mean of dy - normed x * mean of dy normed x): normed x by the kernel of the forward pass
-            dx = F.batch_norm(x if x.dtype == mean.dtype else x.to(mean.dtype), mean, var, slope, shift, eps=ctx.eps)
+            sums = ctx.channel.gather(sum_dy, sum_dy_normed).sum(0, dtype=mean.dtype).view(2, -1)
+            scale = (var + ctx.eps).rsqrt_()
+            scale = scale if weight is None else scale.mul_(weight)
+            # dx = scale (dy - mean of dy - normed x * mean of dy normed x), the last two terms by the forward's kernel
+            shift, slope = sums.mul_(scale).div_(-ctx.count)
+            dx = _normalise(x if x.dtype == mean.dtype else x.to(mean.dtype), mean, var, slope, shift, ctx.eps)
             dx = dx.addcmul_(dy, scale.view(-1, *[1] * (x.dim() - 2))).to(x.dtype)
         grad_weight = sum_dy_normed.to(weight.dtype) if for_weight else None
         return dx, grad_weight, sum_dy.to(ctx.bias_dtype) if for_bias else None, *[None] * 5
@@ -125,39 +126,37 @@ def _dense_like(dy: Tensor, x: Tensor) -> Tensor:
     return dy.contiguous() if last is None or x.is_contiguous() else dy.contiguous(memory_format=last)
 
 
-def _local_statistics(x: Tensor) -> Tensor:
-    """Count, means and centred sums of squares of this rank's rows: [1 + 2C] fp64."""
+def _normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, in one pass."""
+    return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
+
+
+def _local_statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count [1] fp64, means and biased variances [C] of this rank's rows."""
     channels = x.size(1)
     count = x.numel() // channels
     if count == 0:
-        return torch.zeros(2 * channels + 1, dtype=torch.float64)
+        return torch.zeros(1, dtype=torch.float64), torch.zeros(channels), torch.zeros(channels)
     # The kernel's results have the dtype of the running statistics that it is given, else that of its input.
     running_mean, running_var = (torch.zeros(channels), torch.ones(channels)) if x.dtype in HALF else (None, None)
     mean, var = torch.batch_norm_update_stats(x, running_mean, running_var, 0.0)
-    return torch.cat((torch.tensor([count], dtype=torch.float64), mean.double(), var.double() * count))
+    return torch.tensor([count], dtype=torch.float64), mean, var
 
 
 def _merge(parts: Tensor) -> tuple[int, Tensor, Tensor]:
     """Merge the statistics of the ranks by Chan, Golub and LeVeque's formula: no difference of large squares.
 
     Args:
-        parts: [ranks, 1 + 2C] fp64, a row as `_local_statistics` makes it.
+        parts: [ranks, 1 + 2C] fp64, rows of count, means and biased variances.
 
     Returns:
-        The count, and mean and centred sum of squares, [C] fp64 each.
+        The count, and mean and biased variance, [C] fp64 each.
     """
-    channels = (parts.size(1) - 1) // 2
-    counts = parts[:, :1]
+    counts, means, variances = parts.split_with_sizes((1, parts.size(1) // 2, parts.size(1) // 2), dim=1)
     total = int(counts.sum())
-    means, m2 = parts[:, 1:].split(channels, dim=1)
-    mean = (means * counts).sum(0) / max(total, 1)
-    return total, mean, (m2 + (means - mean).square_().mul_(counts)).sum(0)
-
-
-def _move(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """Move a running statistic towards `value`, [C] fp64; rounded once, to the buffer's dtype."""
-    if running is not None:
-        running.copy_(running.double().mul_(1 - momentum).add_(value, alpha=momentum))
+    shares = counts / max(total, 1)
+    mean = (means * shares).sum(0)
+    return total, mean, (means - mean).square_().add_(variances).mul_(shares).sum(0)
 
 
 def _local_sums(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -165,7 +164,7 @@ def _local_sums(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
     only_sums = [False, True, True]
-    _, sum_dy_normed, sum_dy = torch.ops.aten.native_batch_norm_backward(
+    _, sum_dy_normed, sum_dy = torch.ops.aten.native_batch_norm_backward.default(
         dy, x, None, mean, var, None, None, False, eps, only_sums
     )
     return sum_dy, sum_dy_normed

@@ -180,6 +180,7 @@ MODELS = {
     "used twice": Twice,
     "recomputed": lambda: Recomputed(nn.Tanh(), nn.BatchNorm2d(CHANNELS), nn.Tanh(), nn.BatchNorm2d(CHANNELS)),
     "lazy": lambda: nn.Sequential(nn.LazyBatchNorm2d(), nn.Tanh()),
+    "compiled": lambda: nn.Sequential(nn.Tanh(), nn.BatchNorm2d(CHANNELS), nn.Tanh()),
     "weight without gradient": without_weight_gradient,
     "torch's SyncBatchNorm": lambda: nn.SyncBatchNorm(CHANNELS),
     "channels last": lambda: nn.BatchNorm2d(CHANNELS),
@@ -213,7 +214,10 @@ def models_on_a_rank():
             model = convert_sync_batch_norm(built(name, make), None)
         except pytest.skip.Exception:
             continue
-        model(next(batches(SHAPE, torch.float64))[0][rows_of(UNEVEN)]) if name == "lazy" else None
+        if name == "compiled":
+            model.compile(backend="eager")
+        if name == "lazy":
+            model(next(batches(SHAPE, torch.float64))[0][rows_of(UNEVEN)])
         made[name] = outcome(model, SHAPE, torch.float64, rows_of(UNEVEN), input_grad=name != "lazy")
     return made
 
@@ -227,7 +231,8 @@ def models_on_ranks():
 def test_converted_models_equal_one_process(name):
     """Subclasses, shared and lazy modules, recomputation and layouts, on 3 + 1 images against 4."""
     model = built(name, PLAIN.get(name, MODELS[name]))
-    model(next(batches(SHAPE, torch.float64))[0]) if name == "lazy" else None
+    if name == "lazy":
+        model(next(batches(SHAPE, torch.float64))[0])
     whole = outcome(model, SHAPE, torch.float64, input_grad=name != "lazy")
     assert_equal_to_one_process([made[name] for made in models_on_ranks()], whole, torch.float64)
 

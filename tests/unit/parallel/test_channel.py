@@ -23,13 +23,14 @@ def test_ranks_get_the_rows_of_the_same_step(monkeypatch):
     monkeypatch.setattr(channel, "ACTIVE_S", 0.001)
     memory = memory_of(2)
     ranks = [_Memory(memory, rank, [os.getpid()] * 2, timeout_s=10) for rank in (0, 1)]
-    got: list[list[torch.Tensor]] = [[], []]
+    got: list[list[list]] = [[], []]
 
     def work(rank: int) -> None:
         for step in range(50):
             if rank == step % 7 == 1:
                 threading.Event().wait(0.005)
-            got[rank].append(ranks[rank].gather(torch.full((3,), 100.0 * rank + step, dtype=torch.float64)))
+            pieces = torch.tensor([step]), torch.full((2,), 100.0 * rank + step)
+            got[rank].append(ranks[rank].gather(pieces, 3).tolist())
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -37,7 +38,7 @@ def test_ranks_get_the_rows_of_the_same_step(monkeypatch):
     for thread in threads:
         thread.join(20)
     for rows in got:
-        assert [row.tolist() for row in rows] == [[[step] * 3, [100 + step] * 3] for step in range(50)]
+        assert rows == [[[step, step, step], [step, 100 + step, 100 + step]] for step in range(50)]
 
 
 def test_a_rank_that_has_ended_is_named(monkeypatch):
@@ -46,14 +47,14 @@ def test_a_rank_that_has_ended_is_named(monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with pytest.raises(RuntimeError, match=f"rank 1 of the batch-norm group .process {ended.pid}. has ended"):
-        _Memory(memory_of(2), 0, [os.getpid(), ended.pid], timeout_s=60).gather(torch.zeros(3, dtype=torch.float64))
+        _Memory(memory_of(2), 0, [os.getpid(), ended.pid], timeout_s=60).gather((torch.zeros(3),), 3)
 
 
 def test_a_rank_that_never_comes_ends_the_wait(monkeypatch):
     monkeypatch.setattr(channel, "CHECK_S", 0.0)
     monkeypatch.setattr(channel, "ACTIVE_S", 0.0)
     with pytest.raises(RuntimeError, match="rank 1 of the batch-norm group did not come"):
-        _Memory(memory_of(2), 0, [os.getpid()] * 2, timeout_s=0.01).gather(torch.zeros(3, dtype=torch.float64))
+        _Memory(memory_of(2), 0, [os.getpid()] * 2, timeout_s=0.01).gather((torch.zeros(3),), 3)
 
 
 def test_a_full_or_missing_shared_memory_is_not_used(monkeypatch, tmp_path):
