@@ -4,6 +4,7 @@ DistributedDataParallel is told not to touch buffers (`forward_sync_buffers=Fals
 batch statistics by rank 0's at each forward pass. Averages over ranks use all data instead.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -70,10 +71,14 @@ class BufferGuard:
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             kept.copy_(buffer)
 
-    def restore_if_spoilt(self) -> None:
-        """Put them back when a floating one is no longer finite."""
+    def restore_if_spoilt(self, loss: float) -> None:
+        """Put them back when the loss of the update, equal on all ranks, or one of the buffers is not finite.
+
+        The loss decides for all ranks alike: those whose own part was finite forget it too, so that counters of
+        batches stay equal.
+        """
         floating = [buffer for buffer in self._buffers if buffer.is_floating_point()]
-        if all(bool(torch.isfinite(buffer).all()) for buffer in floating):
+        if math.isfinite(loss) and all(bool(torch.isfinite(buffer).all()) for buffer in floating):
             return
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):

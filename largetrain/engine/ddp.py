@@ -22,6 +22,7 @@ from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.buffers import BufferGuard, equal_buffers, floating_buffers
 from largetrain.engine.ema import Ema
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, optimizer_by_name, skip_infinite_updates
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
@@ -135,9 +136,11 @@ class DdpBackend:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._check_used()
         applied = self._update()
+        mean, weight = sums.finish()
+        if not applied:
+            self._buffers.restore_if_spoilt(float(mean))
         exhausted = not applied and self._scales is not None and scale <= self._floor
         self._move_scale(applied)
-        mean, weight = sums.finish()
         return StepResult(
             loss=mean,
             lr=lr,
@@ -206,9 +209,10 @@ class DdpBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
             self.scheduler.step(self.scheduler.last_batch_iteration)
-        if self._scales is not None and state["loss_scale"] is not None:
+        if self.scaler is not None and state["loss_scale"] is not None:
             vars(self._scales).update(state["loss_scale"])
-            self._tell_scaler()
+            # not `update`: before its first use the scaler has no tensor to set
+            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": float(self._scales.cur_scale)})
         own = _buffer_file(directory, dist.get_rank())
         if own.exists():
             averages = [self.module, *([self.ema.module] if self.ema else [])]
@@ -240,7 +244,6 @@ class DdpBackend:
             self.scaler.unscale_(self.optimizer)
         self.optimizer.step()
         if self.optimizer.overflow:  # type: ignore[attr-defined]
-            self._buffers.restore_if_spoilt()
             return False
         if self.scheduler is not None:
             self.scheduler.step()
@@ -255,12 +258,9 @@ class DdpBackend:
 
     def _move_scale(self, applied: bool) -> None:
         if self._scales is not None:
+            assert self.scaler is not None
             self._scales.update_scale(not applied)
-            self._tell_scaler()
-
-    def _tell_scaler(self) -> None:
-        assert self.scaler is not None and self._scales is not None
-        self.scaler.update(new_scale=float(self._scales.cur_scale))
+            self.scaler.update(new_scale=float(self._scales.cur_scale))
 
     def _half_products(self) -> Callable[[], AbstractContextManager[Any]]:
         if self.device.type != "cpu" or computes_natively(self.dtype):
@@ -286,16 +286,15 @@ class DdpBackend:
                 stack.enter_context(equal_buffers(model))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._forward())
-            self.module.eval()
-            try:
-                yield models
-            finally:
-                self.module.train()
+            stack.enter_context(evaluation_mode(self.module))
+            yield models
 
     def _check_used(self) -> None:
         """Name the parameters without gradient before DDP stops with indices, or other ranks wait for ever."""
         if not self.allow_unused and (unused := [name for name, p in self._named if p.grad is None]):
             raise _unused(unused)
+        with self._unused_named():  # used in an earlier micro-batch, not in the last: such gradients are not averaged
+            self.model._check_reducer_finalized()
 
     @contextmanager
     def _unused_named(self) -> Iterator[None]:

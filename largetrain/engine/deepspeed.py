@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.saving import failures_kept
 from largetrain.engine.schedules import FactorSchedule
@@ -167,22 +168,14 @@ class DeepSpeedBackend:
 
     def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
         """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
-        self.engine.eval()
-        try:
-            with torch.no_grad(), self._arithmetic():
-                totals = evaluation_sums(batches, lambda batch: self.task.evaluate(self.engine, self._to_device(batch)))
-        finally:
-            self.engine.train()
+        with evaluation_mode(self.engine), torch.no_grad(), self._arithmetic():
+            totals = evaluation_sums(batches, lambda batch: self.task.evaluate(self.engine, self._to_device(batch)))
         return self.task.metrics(totals) if totals else {}
 
     def preview(self, batch: MicroBatch) -> Tensor | None:
         """The task's picture of what the model makes of `batch`; called on every rank."""
-        self.engine.eval()
-        try:
-            with torch.no_grad(), self._arithmetic():
-                return self.task.preview(self.engine, self._to_device(batch))
-        finally:
-            self.engine.train()
+        with evaluation_mode(self.engine), torch.no_grad(), self._arithmetic():
+            return self.task.preview(self.engine, self._to_device(batch))
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`.
