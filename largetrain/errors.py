@@ -38,10 +38,10 @@ class ConfigError(LargetrainError):
 
 @contextmanager
 def on_every_rank() -> Iterator[None]:
-    """Mark mistakes raised within (or by a function it decorates) as found by all ranks alike, so that one prints."""
+    """Mark errors raised within (or by a function it decorates) as found by all ranks alike, so that one prints."""
     try:
         yield
-    except ConfigError as error:
+    except LargetrainError as error:
         error.on_all_ranks = True
         raise
 

@@ -15,7 +15,7 @@ from largetrain.engine.ddp import DdpBackend
 from largetrain.engine.deepspeed import DeepSpeedBackend
 from largetrain.engine.ema import Ema
 from largetrain.errors import on_every_rank
-from largetrain.optim.groups import parameter_groups
+from largetrain.optim.groups import groups_report, parameter_groups
 from largetrain.optim.schedules import schedule_factor
 from largetrain.train.state import seed_rank
 
@@ -39,9 +39,14 @@ def make_backend(
     treat_batch_norms(model, resolved, _images_shape(run), local_world_size, say)
     task = make_task(resolved, data.info)
     groups = parameter_groups(model, run.parameters)
+    for line in groups_report(groups):
+        say(line)
     factor = None
     if run.schedule is not None:
         factor = schedule_factor(run.schedule, data.info.total_steps, data.info.steps_per_epoch)
+        warmup = updates_of(run.schedule.warmup, data.info.steps_per_epoch)
+        if warmup >= data.info.total_steps:
+            say(f"note: the warm-up of {warmup} updates is not shorter than the run of {data.info.total_steps}")
     backend: AnyBackend
     if resolved.backend == "ddp":
         vision = run.model if isinstance(run, ClassificationRun | SegmentationRun) else None

@@ -89,7 +89,9 @@ def make_model(resolved: Resolved, info: DataInfo, say: Say) -> tuple[nn.Module,
     backend, reason = choose_backend(resolved, counts)
     resolved = resolved.with_backend(backend)
     say(f"backend: {backend} ({reason}: {counts.reason})")
-    if backend == "deepspeed" and deepspeed_backend.stage_of(resolved.engine) == 3:
+    sharded = backend == "deepspeed" and deepspeed_backend.stage_of(resolved.engine) == 3
+    # torchvision's models set weights of their parts from outside, which are empty by then where they are born sharded
+    if sharded and isinstance(resolved.run, LanguageRun):
         del model
         with deepspeed_backend.sharded_construction(resolved.engine):
             model = construct()

@@ -53,6 +53,8 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
         settle_problems, settle_notes = settle(engine, backend, world.world_size)
         problems += settle_problems
         notes += settle_notes
+    else:
+        notes.append("backend = auto: the model decides at the start (ddp for a conv net, else deepspeed)")
     problems += backend_problems(run, run_document, backend, world)
     if problems or batch is None:
         raise ConfigError(problems)

@@ -9,8 +9,11 @@ from typing import Any
 
 from largetrain.config.decoder_spec import USED_WITH_MODEL_TARGET
 from largetrain.config.document import Document, KeyPath, shown
+from largetrain.config.schedule_rules import schedule_problems
 from largetrain.config.schema import LanguageRun, RunConfig
 from largetrain.config.target import find_target
+from largetrain.config.vision_rules import data_problems
+from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
 from largetrain.config.world import World
 from largetrain.errors import ConfigError
 
@@ -38,6 +41,10 @@ def run_problems(run: RunConfig, document: Document) -> list[str]:
     found: list[tuple[KeyPath, str]] = []
     if isinstance(run, LanguageRun):
         found += [(("data", key), text) for key, text in _unused_data_keys(run)]
+    if isinstance(run, ClassificationRun | SegmentationRun):
+        found += [*data_problems(run.data), *_unused_vision_keys(run)]
+    if run.schedule is not None:
+        found += schedule_problems(run.schedule, run.epochs)
     for section, target in (("model", run.model.target), ("data", run.data.target)):
         if target is not None:
             found += _missing_module(section, target)
@@ -67,7 +74,13 @@ def used_keys(run: RunConfig) -> dict[str, Any]:
     """The run as plain data, without keys that another one makes idle: what may be written into a run YAML."""
     content: dict[str, Any] = run.model_dump(mode="json")
     if not isinstance(run, LanguageRun):
-        return content
+        # which data keys have an effect depends on the source: those at their default say nothing new
+        shown_keys: dict[str, Any] = run.model_dump(mode="json", exclude_defaults=True)
+        named = {"model": ("name", run.model), "data": ("source", run.data)}
+        for section, (key, holder) in named.items():
+            if holder.target is None:
+                shown_keys[section] = {key: getattr(holder, key), **shown_keys.get(section, {})}
+        return {"task": run.task, "name": run.name, "seed": run.seed, **shown_keys}
     idle = {("data", key) for key, _ in _unused_data_keys(run, given_only=False)}
     if run.model.target is not None:
         idle |= {("model", key) for key in content["model"] if key not in USED_WITH_MODEL_TARGET}
@@ -108,6 +121,17 @@ def _unused_data_keys(run: LanguageRun, given_only: bool = True) -> Iterator[tup
             )
         elif key == "validation_fraction" and data.validation is not None:
             yield key, "has no effect beside data.validation, which names the held-out files; remove one of them."
+
+
+def _unused_vision_keys(run: ClassificationRun | SegmentationRun) -> Iterator[tuple[KeyPath, str]]:
+    """Keys of the model section without effect beside others, and why."""
+    model = run.model
+    if model.target is not None and "name" in model.model_fields_set:
+        yield ("model", "name"), f"has no effect with model.target={model.target!r}; remove one of them."
+    if model.pretrained_backbone and isinstance(run, ClassificationRun):
+        yield ("model", "pretrained_backbone"), "is for segmentation models; write model.pretrained."
+    if model.pretrained_backbone and model.pretrained:
+        yield ("model", "pretrained_backbone"), "has no effect beside model.pretrained; remove one of them."
 
 
 def _missing_module(section: str, target: str) -> Iterator[tuple[tuple[str, str], str]]:

@@ -8,11 +8,11 @@ from torch.utils.data import IterableDataset
 from largetrain.config.resolved import Resolved
 from largetrain.config.schema import LanguageRun, RunConfig
 from largetrain.config.target import check_arguments, load_target
-from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
+from largetrain.config.vision_schema import ClassificationRun, ImageData, SegmentationRun
 from largetrain.data.order import SampleOrder
 from largetrain.data.text import prepare
 from largetrain.data.tokenize import Progress
-from largetrain.errors import ConfigError
+from largetrain.errors import ConfigError, on_every_rank
 
 if TYPE_CHECKING:
     from largetrain.data.images import ImageSplits
@@ -90,6 +90,7 @@ def build_data(resolved: Resolved, *, is_writer: bool = True, progress: Progress
     return DataBundle(train, validation, order, info)
 
 
+@on_every_rank()
 def _images(run: RunConfig) -> "ImageSplits":
     # here, so that a run on text does not import torchvision
     if isinstance(run, ClassificationRun):
@@ -153,6 +154,10 @@ def _target_split(resolved: Resolved, split: str) -> Any | None:
         )
     if len(dataset) == 0:
         raise ConfigError(f"{name}: the {split} split is empty (len is 0). Check data.args and the use of `split`.")
+    if isinstance(data, ImageData):  # what the loader does about a BadImage of the user's dataset
+        for key in ("on_bad_image", "max_bad_images"):
+            if key in data.model_fields_set or not hasattr(dataset, key):
+                setattr(dataset, key, getattr(data, key))
     item = None if callable(getattr(dataset, "get_batch", None)) else dataset[0]
     if item is not None and not isinstance(item, dict):
         raise ConfigError(

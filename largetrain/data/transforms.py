@@ -133,7 +133,9 @@ class Mixing:
         if self._repeats == 1:
             return self._choices[which](images, labels)
         # torchvision mixes each image with the one before it; here that would be another copy of the same sample
-        order = torch.cat([torch.arange(start, len(labels), self._repeats) for start in range(self._repeats)])
+        order = torch.cat(
+            [torch.arange(start, len(labels), self._repeats) for start in range(min(self._repeats, len(labels)))]
+        )
         mixed, targets = self._choices[which](images[order], labels[order])
         back = order.argsort()
         return mixed[back], targets[back]

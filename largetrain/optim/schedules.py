@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from largetrain.config.schedule_rules import updates_of
 from largetrain.config.schema import ScheduleConfig
-from largetrain.errors import ConfigError
 
 
 def schedule_factor(schedule: ScheduleConfig, total_steps: int, steps_per_epoch: float) -> Callable[[int], float]:
@@ -14,29 +13,22 @@ def schedule_factor(schedule: ScheduleConfig, total_steps: int, steps_per_epoch:
 
     With W updates of warm-up: `warmup_start` + (1 - `warmup_start`) k / W up to k = W, which has the full rate. After
     it the decay at x = (k - 1 - W) / (total_steps - W), so update W + 1 has the full rate too, and never less than
-    `final`. Milestones count from the start of the run, warm-up included. Past the end x stays 1.
+    `final`. Milestones count from the start of the run, warm-up included. Past the end x stays 1. A run that is
+    shorter than its warm-up never leaves it.
 
     Args:
         schedule: as written in the run config.
         total_steps: updates of the whole run, T.
         steps_per_epoch: updates in a pass over the training data; need not be whole.
-
-    Raises:
-        ConfigError: the warm-up takes up the whole run.
     """
     warmup = updates_of(schedule.warmup, steps_per_epoch)
-    if warmup >= total_steps:
-        raise ConfigError(
-            f"schedule.warmup: {schedule.warmup:g} epochs are {warmup} updates, but the run has only {total_steps}; "
-            f"shorten the warm-up or train longer."
-        )
     milestones = [updates_of(epoch, steps_per_epoch) for epoch in schedule.milestones]
 
     def factor(update: int) -> float:
         if update <= warmup:
             return schedule.warmup_start + (1.0 - schedule.warmup_start) * update / warmup
         past = update - 1  # updates that are done when this one takes its rate
-        x = min((past - warmup) / (total_steps - warmup), 1.0)
+        x = min((past - warmup) / max(total_steps - warmup, 1), 1.0)
         return max(_decay(schedule, x, bisect_right(milestones, past)), schedule.final)
 
     return factor

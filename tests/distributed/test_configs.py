@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from largetrain.build import build
+from largetrain.config.load import load
+from largetrain.config.world import launch_world
 from tests.distributed.parity.matrix import cpu_adam_is_built
 from tests.distributed.tiny_run import rows_of, train, write_inputs
 from tests.ranks import run_ranks
@@ -38,7 +41,48 @@ def train_run(folder: Path) -> None:
     train(folder, STEPS, sets=[*SHRUNK, *texts, f"data.cache={folder}/cache", "data.tokenizer=bytes"])
 
 
-@pytest.mark.parametrize("path", sorted((CONFIGS / "runs").glob("*.yaml")), ids=lambda path: path.stem)
+RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
+IMAGE_RUNS = [path for path in RUNS if "\ntask: " in path.read_text()]
+# the user's folders are replaced by made-up images, large models and images by small ones; the recipe stays
+SMALL_IMAGES = {
+    "digits_resnet": ["data.image_size=16"],
+    "digits_deeplab": ["data.samples=16"],
+    "voc_deeplabv3": [
+        *("data.source=synthetic", "data.samples=8", "data.image_size=32", "data.base_size=32", "data.workers=0"),
+        *("model.name=lraspp_mobilenet_v3_large", "model.pretrained_backbone=false", "parameters.lr_factors={classifier: 10}"),
+    ],
+}
+SMALL_IMAGENET = [
+    *("data.source=synthetic", "data.classes=10", "data.samples=32", "data.image_size=32", "data.eval_size=32"),
+    *("data.eval_resize=32", "data.workers=0", "model.name=shufflenet_v2_x0_5"),
+]
+
+
+def train_images(folder: Path, sets: list[str]) -> None:
+    world = launch_world()
+    few = ["train_micro_batch_size_per_gpu=2", "evaluation.max_samples=3", "checkpoints.every_epochs=null"]
+    resolved = load(
+        str(CONFIGS / "zero2.json"),
+        str(folder / "run.yaml"),
+        [*sets, *few],
+        {"steps": ("--steps", STEPS), "output": ("--output", str(folder / "out"))},
+        world.world_size,
+    )
+    build(resolved, world, resume=None, verbose=False, say=print).trainer.fit()
+
+
+@pytest.mark.parametrize("path", IMAGE_RUNS, ids=lambda path: path.stem)
+def test_image_run_trains(path, tmp_path):
+    shutil.copy(path, tmp_path / "run.yaml")
+    run_ranks(train_images, 2, tmp_path, SMALL_IMAGES.get(path.stem, SMALL_IMAGENET), timeout=120)
+    rows = rows_of(tmp_path)
+    trained, best = [row for row in rows if "loss" in row], (tmp_path / "out" / "checkpoints" / "best").read_text()
+    assert [row["step"] for row in trained] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in trained)
+    assert {"eval/top1", "eval/miou"} & rows[-1].keys()
+    assert (tmp_path / "out" / "checkpoints" / best.strip() / "model.pt").is_file()
+
+
+@pytest.mark.parametrize("path", [path for path in RUNS if path not in IMAGE_RUNS], ids=lambda path: path.stem)
 def test_run_config_trains(path, tmp_path):
     write_inputs(tmp_path)
     shutil.copy(path, tmp_path / "run.json")

@@ -28,18 +28,26 @@ def test_due_steps(every, at_end, due):
 
 
 @pytest.mark.parametrize(("every", "at_end", "due"), [(2, True, [2, 4, 5]), (0, True, [5]), (5, False, [5])])
-def test_listeners_are_told_the_figures(every, at_end, due):
-    told = []
+@pytest.mark.parametrize("draws", [True, False])
+def test_listeners_are_told_the_figures_and_shown_the_first_batch(every, at_end, due, draws):
+    told, pictures = [], []
 
     class Listener(Callback):
         def on_evaluation(self, step, figures):
             told.append((step, figures))
 
+        def on_picture(self, step, picture):
+            pictures.append((step, picture.tolist()))
+
     class Backend:
         def evaluate(self, batches):
             return {"loss": float(sum(batches))}
+
+        def preview(self, batch):
+            return torch.tensor([batch]) if draws else None
 
     evaluation = Evaluation(Backend(), lambda: iter([1, 2]), every, at_end, [Listener()])
     for moment in moments(5):
         evaluation.on_step(moment)
     assert told == [(step, {"loss": 3.0}) for step in due]
+    assert pictures == ([(step, [1]) for step in due] if draws else [])

@@ -7,6 +7,7 @@ import pytest
 from largetrain.config.lint import lint_engine
 from largetrain.config.load import DEFAULT_ENGINE, load
 from largetrain.config.parse import read_engine_file
+from largetrain.config.schema import LanguageRun
 
 FOLDER = Path(__file__).parents[3] / "ds_configs"
 ENGINES = sorted(path.name for path in FOLDER.glob("*.json"))
@@ -17,6 +18,7 @@ def test_the_expected_files_are_there():
     stages = [f"zero{stage}{kind}.json" for stage in range(4) for kind in ("", "_bf16", "_fp32")]
     assert set(ENGINES) >= {*stages, "zero2_offload.json", "zero3_offload.json"}
     assert set(RUNS) >= {"demo.yaml", "gpt2.yaml", "llama2-7b.yaml", "llama3-8b.yaml", "gpt3-175b.yaml"}
+    assert set(RUNS) >= {"digits_resnet.yaml", "digits_deeplab.yaml", "imagenet_resnet50.yaml", "voc_deeplabv3.yaml"}
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -40,10 +42,25 @@ def precision(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_run_config(name):
-    resolved = load(str(FOLDER / "zero3_bf16.json"), str(FOLDER / "runs" / name), world_size=8)
+    # the full-size image runs name folders that are the user's to put there
+    images = ["data.source=synthetic"] if "imagenet" in name or "voc" in name else []
+    resolved = load(str(FOLDER / "zero3_bf16.json"), str(FOLDER / "runs" / name), images, world_size=8)
     assert resolved.run.name == name.removesuffix(".yaml")
-    assert resolved.run.model.preset == resolved.run.name
-    assert resolved.total_steps > 0
+    if isinstance(resolved.run, LanguageRun):
+        assert resolved.run.model.preset == resolved.run.name
+        assert resolved.total_steps > 0
+    else:
+        assert resolved.run.epochs > 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_image_runs_take_every_engine_json(engine):
+    """What an image run needs otherwise is in its own `engine` section, so the same command line serves all."""
+    for name in ("digits_resnet.yaml", "digits_deeplab.yaml"):
+        resolved = load(str(FOLDER / engine), str(FOLDER / "runs" / name), world_size=2).with_backend("ddp")
+        assert "scheduler" not in resolved.engine and resolved.engine["optimizer"]["type"] in ("SGD", "AdamW")
+        ignored = [note for note in resolved.notes if "has no effect" in note]
+        assert len(ignored) == (0 if engine.startswith("zero0") else 1)
 
 
 def test_the_largest_run_has_the_published_size():

@@ -9,7 +9,6 @@ from torch.optim import lr_scheduler
 
 from largetrain.config.schedule_rules import schedule_problems
 from largetrain.config.schema import ScheduleConfig
-from largetrain.errors import ConfigError
 from largetrain.optim.schedules import schedule_factor
 
 EPSILON = 2.0**-52
@@ -98,9 +97,8 @@ def test_past_the_end_the_last_rate_holds():
     assert schedule_factor(ScheduleConfig(type="cosine", final=0.1), 10, 1.0)(25) == 0.1
 
 
-def test_a_warmup_that_takes_up_the_run_is_refused():
-    with pytest.raises(ConfigError, match="schedule.warmup: 5 epochs are 10 updates, but the run has only 10"):
-        schedule_factor(ScheduleConfig(warmup=5.0), 10, 2.0)
+def test_a_run_shorter_than_its_warmup_never_leaves_it():
+    assert factors(ScheduleConfig(warmup=5.0), 3, 2.0) == pytest.approx([0.1, 0.2, 0.3])
     assert schedule_factor(ScheduleConfig(warmup=4.5), 10, 2.0)(10) == 1.0
 
 
