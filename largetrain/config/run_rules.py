@@ -76,8 +76,8 @@ def used_keys(run: RunConfig) -> dict[str, Any]:
     if not isinstance(run, LanguageRun):
         # which data keys have an effect depends on the source: those at their default say nothing new
         shown_keys: dict[str, Any] = run.model_dump(mode="json", exclude_defaults=True)
-        named = {"model": ("name", run.model), "data": ("source", run.data)}
-        for section, (key, holder) in named.items():
+        for section, key in (("model", "name"), ("data", "source")):
+            holder = getattr(run, section)
             if holder.target is None:
                 shown_keys[section] = {key: getattr(holder, key), **shown_keys.get(section, {})}
         return {"task": run.task, "name": run.name, "seed": run.seed, **shown_keys}
