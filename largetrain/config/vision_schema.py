@@ -34,6 +34,9 @@ class VisionModelConfig(ModelBase):
     """Parameter name prefixes that are not trained, such as `backbone.conv1`."""
     freeze_batch_norm: bool = False
     """Batch norms keep their statistics and weights: for fine-tuning with few images per rank."""
+    batch_norm_momentum: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of each batch in the running statistics; absent: the model's own. MobileNets have 0.01, with which a run of
+    a few hundred updates is evaluated with statistics that have hardly moved."""
     channels_last: bool = False
     """Keep images and weights in NHWC order: faster on tensor cores and on many CPUs."""
     compile: bool = False

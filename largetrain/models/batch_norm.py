@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from largetrain.errors import ConfigError
-from largetrain.parallel.norm_kinds import FrozenStatistics, is_frozen, is_live
+from largetrain.parallel.norm_kinds import FrozenStatistics, is_batch_norm, is_frozen, is_live
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FEW_IMAGES = 16
@@ -107,6 +107,19 @@ def _no_statistics(name: str, module: nn.Module) -> str | None:
         f"model.freeze_batch_norm: the batch norm {name!r} {why}, so there is nothing to freeze; build the model with "
         "sizes and statistics, or leave the key out."
     )
+
+
+def set_momentum(model: nn.Module, momentum: float) -> None:
+    """Set the share of each batch in the running statistics of every batch norm.
+
+    Raises:
+        ConfigError: the model has no batch norm.
+    """
+    norms = [module for module in model.modules() if is_batch_norm(module)]
+    if not norms:
+        raise ConfigError("model.batch_norm_momentum: the model has no batch norm; remove it.")
+    for module in norms:
+        module.momentum = momentum  # type: ignore[assignment]
 
 
 @cache

@@ -16,6 +16,7 @@ from largetrain.models.batch_norm import (
     batch_norm_sites,
     count_layers,
     freeze_batch_norms,
+    set_momentum,
     wants_sync,
 )
 from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
@@ -204,3 +205,15 @@ def test_report_of_groups_of_ranks_and_of_unknown_maps():
     ]
     assert batch_norm_report([], 2, 8, 2, synchronised=True) == []
     assert "1,024 values per channel" in batch_norm_report([WIDE], 1, 1, 1, synchronised=False)[0]
+
+
+def test_momentum_is_set_on_every_batch_norm():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4, momentum=None)))
+    set_momentum(model, 0.25)
+    x = torch.randn(8, 3, 2, 2)
+    before = model[1].running_mean.clone()
+    model(x)
+    torch.testing.assert_close(model[1].running_mean, 0.75 * before + 0.25 * model[0](x).mean((0, 2, 3)))
+    assert model[2][0].momentum == 0.25
+    with pytest.raises(ConfigError, match="model.batch_norm_momentum: the model has no batch norm"):
+        set_momentum(nn.Linear(2, 2), 0.25)
