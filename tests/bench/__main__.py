@@ -16,6 +16,7 @@ from pathlib import Path
 
 from largetrain.config.load import load
 from largetrain.config.resolved import Resolved
+from largetrain.config.schema import LanguageRun
 from tests.bench import report
 from tests.bench.environments import (
     ROOT,
@@ -102,6 +103,7 @@ def make_job(resolved: Resolved) -> Job:
     from largetrain.data.text import prepare
 
     assert resolved.decoder is not None and resolved.total_steps is not None
+    assert isinstance(resolved.run, LanguageRun)
     train = prepare(resolved.run, resolved.decoder.seq_len, resolved.decoder.vocab_size).train
     return Job(
         decoder=asdict(resolved.decoder),

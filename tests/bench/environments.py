@@ -1,9 +1,10 @@
-"""Three small environments over the running one, made once in a cache folder, so that the programs compare fairly.
+"""Small environments over the running one, made once in a cache folder, so that the programs compare fairly.
 
 Each is a virtual environment that borrows the packages of the Python that runs the benchmark:
 - `largetrain` has what `largetrain setup` adds to the `deepspeed` command, as the README tells its users;
 - `plain` has DeepSpeed as it comes;
-- `hf` has DeepSpeed as it comes, with transformers and accelerate from PyPI.
+- `hf` has DeepSpeed as it comes, with transformers and accelerate from PyPI;
+- `timm`, of the comparison on images alone, has timm from PyPI, if the running environment has none.
 
 The operators that the last two compile at their first start are compiled beforehand, into a folder that all share, so
 that only warm starts are compared.
@@ -15,8 +16,9 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from largetrain.doctor.hook_install import install_hook
@@ -24,6 +26,7 @@ from largetrain.doctor.ops import run_worker
 
 ROOT = Path(__file__).parents[2]
 HF_PACKAGES = ("transformers>=5,<6", "accelerate>=1.10,<2")
+TIMM_PACKAGES = ("timm>=1.0.20,<2",)
 OPERATORS = ("fused_adam", "deepspeed_shm_comm")
 # site-packages are searched for .pth files in alphabetic order; the launcher hook's must come after the borrowed path
 BORROW = "000_largetrain_bench.pth"
@@ -67,11 +70,32 @@ def prepare_environments(with_hf: bool, say: Say) -> dict[str, Path]:
     folders = {name: cache / name for name in ("largetrain", "plain", *(["hf"] if with_hf else []))}
     sites = {name: borrowing_environment(folder) for name, folder in folders.items()}
     install_hook(sites["largetrain"])
-    if with_hf and not (folders["hf"] / "installed").exists():
-        say(f"installing {', '.join(HF_PACKAGES)} into {folders['hf']} (once)")
-        _run([sys.executable, "-m", "pip", "--python", str(folders["hf"] / "bin" / "python"), "install", *HF_PACKAGES])
-        (folders["hf"] / "installed").touch()
+    if with_hf:
+        _install(folders["hf"], HF_PACKAGES, say)
     return folders
+
+
+def python_with_timm(say: Say) -> Path:
+    """An interpreter that can import timm: this one, or that of an environment made once.
+
+    Raises:
+        EnvironmentsError: pip failed.
+    """
+    if find_spec("timm") is not None:
+        return Path(sys.executable)
+    folder = cache_folder() / "timm"
+    borrowing_environment(folder)
+    _install(folder, TIMM_PACKAGES, say)
+    return folder / "bin" / "python"
+
+
+def _install(folder: Path, packages: Sequence[str], say: Say) -> None:
+    """Install packages into an environment, unless that was done before."""
+    done = folder / "installed"
+    if not done.exists():
+        say(f"installing {', '.join(packages)} into {folder} (once)")
+        _run([sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", *packages])
+        done.touch()
 
 
 def extensions_folder() -> Path:

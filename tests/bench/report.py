@@ -14,6 +14,9 @@ GOALS: dict[str, tuple[str, float]] = {
     "peak memory": ("at most", 1.00),
     "time to first update": ("at most", 0.60),
     "half precision step time": ("at most", 2.50),
+    "step rate": ("at least", 1.00),
+    "SyncBN": ("at most", 1.10),
+    "loader": ("at least", 1.00),
 }
 
 
@@ -68,16 +71,18 @@ def lines(rounds: Rounds, rivals: Sequence[str], halves: Sequence[str]) -> list[
     """The report: medians, then ratios with their range, each beside its goal."""
     text = ["medians", *medians(rounds), "", "largetrain / rival: median of the rounds' ratios (lowest .. highest)"]
     for figure, by_rival in ratios(rounds, rivals).items():
-        text += [_line(figure, f"{figure} / {rival}", values) for rival, values in by_rival.items()]
+        text += [goal_line(figure, f"{figure} / {rival}", values) for rival, values in by_rival.items()]
     text += [
-        _line("half precision step time", f"step time {n} / fp32", v) for n, v in half_ratios(rounds, halves).items()
+        goal_line("half precision step time", f"step time {n} / fp32", v)
+        for n, v in half_ratios(rounds, halves).items()
     ]
     left = sum(one[OURS].leftovers for one in rounds if OURS in one)
     text.append(f"files that largetrain left in /dev/shm: {left}")
     return text
 
 
-def _line(goal: str, label: str, values: Sequence[float]) -> str:
+def goal_line(goal: str, label: str, values: Sequence[float]) -> str:
+    """A ratio's median over rounds with its range, beside its goal."""
     middle = median(values)
     word, bound = GOALS[goal]
     met = middle >= bound if word == "at least" else middle <= bound
