@@ -133,6 +133,8 @@ def _flat(node: Node, definitions: Node) -> Node:
         flat["type"] = kinds if len(kinds) > 1 else kinds[0]
         if "enum" in flat and "null" in kinds:
             flat["enum"] = [*flat["enum"], None]
+        if "enum" in flat and "boolean" in kinds:  # YAML reads on and off as these
+            flat["enum"] = [*flat["enum"], True, False]
     if "properties" in node:
         flat["properties"] = {key: _flat(below, definitions) for key, below in node["properties"].items()}
     if "items" in node:
