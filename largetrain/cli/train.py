@@ -10,8 +10,8 @@ from largetrain.config.resolved import Resolved
 from largetrain.config.world import World, launch_world
 from largetrain.errors import EXIT_DONE, LargetrainError
 
-# how gloo words that the other end of a connection is gone
-PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+# how gloo, and parallel/channel, word that the other end is gone
+PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|batch-norm group \(process \d+\) has ended")
 
 
 class PeerLostError(LargetrainError):
