@@ -14,11 +14,16 @@ MODEL = ["model.layers=2", "model.hidden=64", "model.heads=2", "model.ffn_hidden
 
 
 def rows(folder: Path, name: str, *sets: str, **environment: str) -> list[dict[str, Any]]:
+    """Train the small decoder on the text."""
+    texts = [f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
+    return train_rows(folder, name, *MODEL, *texts, *sets, **environment)
+
+
+def train_rows(folder: Path, name: str, *sets: str, **environment: str) -> list[dict[str, Any]]:
     """Train in a process of its own; the training rows of metrics.jsonl."""
     command = [sys.executable, "-m", "largetrain", "--steps", str(STEPS), "--output", str(folder / name)]
-    texts = [f"data.source={folder / 'text.txt'}", f"data.cache={folder / 'cache'}"]
     result = subprocess.run(
-        [*command, "--set", *MODEL, *texts, "evaluation.at_end=false", "checkpoints.at_end=false", *sets],
+        [*command, "--set", "evaluation.at_end=false", "checkpoints.at_end=false", *sets],
         check=False,
         capture_output=True,
         text=True,
