@@ -42,7 +42,7 @@ def losses(device: torch.device, dtype: torch.dtype = torch.float32, **engine) -
     ids=["fp32", "bf16", "fp16"],
 )
 def test_precisions_follow_fp64(group, engine, bound):
-    """The unit roundoff of the products (TF32 keeps 10 bits, as fp16 does) at three layers, carried over the updates."""
+    """Unit roundoff of the products (TF32 keeps 10 bits, as fp16 does) at three layers, carried over the updates."""
     device = torch.device("cuda", 0)
     found = losses(device, **engine)
     assert found == pytest.approx(losses(device, torch.float64), rel=bound * 3 * UPDATES)
