@@ -38,21 +38,21 @@ class VisionModelConfig(ModelBase):
     """Share of each batch in the running statistics; absent: the model's own. MobileNets have 0.01, with which a run of
     a few hundred updates is evaluated with statistics that have hardly moved."""
     channels_last: bool = False
-    """Keep images and weights in NHWC order: faster on tensor cores and on many CPUs."""
+    """Keep images and weights in NHWC order: faster on tensor cores and on many CPUs (backend `ddp`)."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Run the model through torch.compile (backend `ddp`)."""
     activation_checkpointing: bool = False
     """Recompute the activations of each stage of the model in the backward pass instead of keeping them."""
     allow_unused_parameters: bool = False
-    """Accept parameters that get no gradient in some update; otherwise they are named and end the run."""
+    """Accept parameters that get no gradient in some update; on backend `ddp` they otherwise are named and end the run."""
 
 
 class AugmentConfig(Section):
     """How training images are varied. The draw depends on seed, epoch and sample alone."""
 
     crop: Literal["resized", "pad", "center"] = "resized"
-    """`resized`: a random part of the image scaled to image_size; `pad`: padded by crop_padding and cropped (CIFAR);
-    `center`: as in evaluation."""
+    """`resized`: a random part of the image scaled to image_size; `pad`: the shorter side scaled to image_size, then
+    padded by crop_padding and cropped at random to a square (CIFAR); `center`: as in evaluation."""
     crop_scale: Annotated[list[Probability], Field(min_length=2, max_length=2)] = [0.08, 1.0]
     """Smallest and largest share of the area that `resized` takes."""
     crop_ratio: Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)] = [0.75, 4 / 3]
@@ -64,7 +64,7 @@ class AugmentConfig(Section):
     policy: Literal["none", "randaugment", "trivialaugment", "autoaugment", "augmix"] = "none"
     """Automatic augmentation of torchvision."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Magnitude of randaugment."""
+    """Magnitude of `randaugment`; the other policies have none."""
     color_jitter: NonNegativeFloat = 0.0
     """Strength of brightness, contrast and saturation changes."""
     random_erasing: Probability = 0.0
@@ -84,7 +84,8 @@ class ImageData(DataBase):
     validation: str | None = None
     """Separate validation folder; absent: the format's own validation split, or `validation_fraction` of `source`."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share held out where there is no validation split: samples chosen by their content's name, the same always."""
+    """Share held out where there is no validation split: chosen by a digest of each file's name (of the pixels where
+    there are no files), so the same always."""
     image_size: Pixels = 224
     """Side of the square images that the model sees in training."""
     mean: Triple = IMAGENET_MEAN
@@ -92,11 +93,13 @@ class ImageData(DataBase):
     std: Triple = IMAGENET_STD
     """Standard deviation of each colour channel in 0..1, divided by."""
     on_bad_image: Literal["error", "skip"] = "error"
-    """An image that cannot be read: stop with its path, or use another sample in its place, warn and count."""
+    """An image that cannot be read: stop with its path; or warn, count, and let another sample take its place in
+    training, while evaluation leaves it out."""
     max_bad_images: CountOrNone = 100
-    """With `skip`: stop when more different images than this cannot be read."""
+    """With `skip`: stop when more different images than this, of one split and on one rank, cannot be read."""
     samples: Count = 1024
-    """Number of samples of `synthetic` and of made scenes."""
+    """Samples of `synthetic`, training scenes of `digit_scenes`. `validation_fraction` of that number is for
+    validation: out of them in classification, made beside them in segmentation."""
 
 
 class ClassificationData(ImageData):
@@ -158,11 +161,12 @@ class SegmentationData(ImageData):
     images/ and masks/ with files of the same names, below train/ and val/ if these are there; `auto`: by what is
     there."""
     classes: list[str] | Count | None = None
-    """Names, or the number, of the classes, index 0 first; absent: those of the format, needed for `pairs`."""
+    """Names, or the number, of the classes, index 0 first; absent: those of format or source; needed for `pairs`."""
     ignore_index: Annotated[int, Field(ge=-1, le=255)] = 255
     """Mask value without a class: left out of loss and metrics."""
     base_size: Pixels | None = None
-    """Longer side to which images are scaled before augmentation, and in evaluation; absent: image_size."""
+    """Longer side to which images are scaled, before the random scaling in training; in evaluation they are then padded
+    to a square, and metrics are taken at that size, masks scaled by nearest neighbour. Absent: image_size."""
     augment: SegmentationAugment = SegmentationAugment()
 
 
@@ -170,9 +174,9 @@ class SegmentationLoss(Section):
     """Cross-entropy per labelled pixel."""
 
     aux_weight: NonNegativeFloat = 0.5
-    """Weight of the auxiliary head's loss, for models that have one."""
+    """Weight of the auxiliary head's loss; models of torchvision are built without that head for 0."""
     class_weights: list[NonNegativeFloat] | None = None
-    """Weight of each class; the loss is divided by the sum of the weights."""
+    """Weight of each class in training; the loss is divided by the sum of the weights of the labelled pixels."""
 
 
 class SegmentationRun(RunConfig):
