@@ -110,6 +110,8 @@ def optimizer_by_name(section: dict[str, Any], groups: Groups, device_type: str)
         ConfigError: see `check_optimizer`.
     """
     config = {"optimizer": {**section, "params": dict(section.get("params", {}))}}
+    if optimizer_name(str(section["type"])) == "Lion" and device_type == "cpu":  # offload is nothing to advise here
+        raise ConfigError("optimizer.type: backend ddp has Lion on GPUs only; write AdamW or SGD.")
     check_optimizer(config, device_type)
     adam = torch_adam(config, groups)
     if adam is not None:
