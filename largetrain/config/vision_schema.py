@@ -44,7 +44,7 @@ class VisionModelConfig(ModelBase):
     activation_checkpointing: bool = False
     """Recompute the activations of each stage of the model in the backward pass instead of keeping them."""
     allow_unused_parameters: bool = False
-    """Accept parameters that get no gradient in some update; on backend `ddp` they otherwise are named and end the run."""
+    """Accept parameters that get no gradient in some update; otherwise backend `ddp` names them and ends the run."""
 
 
 class AugmentConfig(Section):
