@@ -85,7 +85,8 @@ def _kind(node: Node) -> str:
     words = [KIND_WORDS.get(kind, "section") for kind in kinds if kind != "null"]
     text = " or ".join(words) if words else "any"
     if "enum" in node:
-        text = " | ".join(shown(choice) for choice in node["enum"] if choice is not None)
+        numbers = [KIND_WORDS[kind] for kind in kinds if kind in ("integer", "number")]
+        text = " | ".join([*(shown(choice) for choice in node["enum"] if choice is not None), *numbers])
     for keyword, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<")):
         if keyword in node:
             text += f" {sign} {shown(node[keyword])}"

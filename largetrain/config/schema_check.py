@@ -49,11 +49,12 @@ class SchemaCheck:
             return self._section(value, node, path) if "properties" in node else value
         if isinstance(value, list):
             return self._list(value, node, path)
-        if "enum" in node:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if "enum" in node and not (number and _only_names(node["enum"])):
             return self._choice(value, node["enum"], path)
         if isinstance(value, str) and "pattern" in node and not re.search(node["pattern"], value):
             self._add(path, f"{shown(value)} does not match {node['pattern']}.")
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if number:
             for text in _out_of_range(value, node):
                 self._add(path, text)
         return value
@@ -157,6 +158,11 @@ def _text_way_out(value: str, kinds: list[str]) -> str:
         written = value.strip() if JSON_NUMBER.fullmatch(value.strip()) else plain
         return f"Write {written} without quotes." if abs(number) < float("inf") else ""
     return ""
+
+
+def _only_names(choices: list[Any]) -> bool:
+    """A number beside these choices is another kind of value, with a range of its own."""
+    return all(isinstance(choice, str | None) for choice in choices)
 
 
 def _out_of_range(value: Any, node: Node) -> Iterator[str]:
