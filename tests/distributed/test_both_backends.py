@@ -60,15 +60,15 @@ def make_conv_net() -> nn.Module:
     )  # fmt: skip
 
 
-def train(backend, engine, updates, schedule=None, task=None):
-    """Body of a rank: some updates of the conv net by one backend."""
+def train(backend, engine, updates, sections=None, task=None):
+    """Body of a rank: some updates of the conv net by one backend; `sections` are those of the run YAML."""
     world = launch_world()
     device = prepare(
         rank=world.rank, local_rank=world.local_rank, world_size=world.world_size, timeout_s=60, verbose=False
     )
-    resolved = resolve(backend, engine, world.world_size, schedule)
+    resolved = resolve(backend, engine, world.world_size, sections)
     net, run = make_conv_net(), resolved.run
-    factor = schedule_factor(run.schedule, TOTAL, STEPS_PER_EPOCH) if schedule else None
+    factor = schedule_factor(run.schedule, TOTAL, STEPS_PER_EPOCH) if run.schedule else None
     kind = {"ddp": DdpBackend, "deepspeed": DeepSpeedBackend}[backend]
     # a copy: tasks count their calls, and several cases may be given the same one
     task, groups = copy.copy(task) or Classification(CLASSES), parameter_groups(net, run.parameters)
@@ -98,11 +98,11 @@ def micro_batches(images, labels, first, sizes):
         yield {"images": images[ids], "labels": labels[ids], "sample_id": ids}
 
 
-def resolve(backend, engine, world_size, schedule):
+def resolve(backend, engine, world_size, sections):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "engine.json").write_text(json.dumps(engine))
         run = {"task": "classification", "backend": backend, "steps": TOTAL}
-        (Path(folder) / "run.json").write_text(json.dumps(run | ({"schedule": schedule} if schedule else {})))
+        (Path(folder) / "run.json").write_text(json.dumps(run | (sections or {})))
         paths = str(Path(folder) / "engine.json"), str(Path(folder) / "run.json")
         return load(*paths, world_size=world_size, local_world_size=world_size)
 
@@ -130,7 +130,7 @@ def schedule_cases():
         engine = engine_json(2, micro=3, optimizer=("AdamW", {"lr": HIGH}), scheduler=scheduler)
         cases[name] = (engine, UPDATES, None, Disturbed({2: math.inf}))
     for name, section in RUN_SCHEDULES.items():
-        cases[name] = (engine_json(2, micro=3, optimizer=("AdamW", {"lr": HIGH})), TOTAL, section)
+        cases[name] = (engine_json(2, micro=3, optimizer=("AdamW", {"lr": HIGH})), TOTAL, {"schedule": section})
     return cases
 
 
@@ -147,7 +147,7 @@ def test_every_schedule_gives_the_same_rates():
         steps = [1, 2, 3, 3, *range(4, UPDATES)]
         assert outcomes["ddp"][name].lrs == pytest.approx([rate(step) for step in steps], rel=1e-12, abs=1e-15), name
     for name, section in RUN_SCHEDULES.items():
-        run = resolve("ddp", engine_json(micro=3), RANKS, section).run
+        run = resolve("ddp", engine_json(micro=3), RANKS, {"schedule": section}).run
         factor = schedule_factor(run.schedule, TOTAL, STEPS_PER_EPOCH)
         expected = [HIGH * factor(update) for update in range(1, TOTAL + 1)]
         assert outcomes["ddp"][name].lrs == pytest.approx(expected, rel=1e-12), name
@@ -210,12 +210,20 @@ OPTIMIZERS = {
 }
 
 
+# the first layer is frozen, the last one slow, biases do not decay; and the rate falls
+GROUPS = {
+    "parameters": {"lr_factors": {"0": 0.0, "5": 0.1}, "bias_weight_decay": 0.0},
+    "schedule": {"type": "poly", "power": 1.0},
+}
+
+
 def weight_cases():
     cases = {}
     for name, (kind, params, clip) in OPTIMIZERS.items():
         for stage in (0, 2):
             engine = engine_json(stage, micro=3, optimizer=(kind, params), gradient_clipping=clip)
             cases[f"{name} {stage}"] = (engine, WEIGHT_UPDATES)
+            cases[f"{name} {stage} in groups"] = (engine, WEIGHT_UPDATES, GROUPS)
     return cases
 
 

@@ -91,11 +91,19 @@ def test_a_branch_used_in_an_earlier_micro_batch_alone_is_named_before_it_is_tra
 
 def test_five_images_on_two_ranks_train_through_the_ends_of_epochs(tmp_path):
     """Updates are always whole: the fifth image goes into the next one, no rank is left with a single image."""
-    write_inputs(tmp_path, {}, {"model": {"args": {"pooled": True}}}, train=5, validation=5)
+    engine = {"zero_optimization": {"stage": 2}, "comms_logger": {"enabled": True}}
+    write_inputs(tmp_path, engine, {"model": {"args": {"pooled": True}}}, train=5, validation=5)
     for outcome in run_ranks(train, 2, tmp_path, 5):
         assert [len(update["samples"]) for update in outcome.updates] == [2] * 5
         assert all(update["applied"] for update in outcome.updates)
-        assert any(line.startswith("sync_batch_norm: on (auto: 2 images per rank") for line in outcome.lines)
+        for start in (  # each is said once
+            "backend: ddp (auto: 3 live batch-norm layers, 89 % of 679 parameters in convolutions)",
+            "sync_batch_norm: on (auto: 2 images per rank, fewer than 16)",
+            "batch norm: 3 trained layers, 4 (last_norm) to 256 (norm_1) values per channel; statistics synchronised",
+            "note: backend ddp: ZeRO stage 2 (",
+            "note: backend ddp: without effect: comms_logger.enabled",
+        ):
+            assert len([line for line in outcome.lines if line.startswith(start)]) == 1, (start, outcome.lines)
 
 
 def lone_values(folder):
