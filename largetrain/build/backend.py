@@ -14,7 +14,7 @@ from largetrain.data.build import DataBundle
 from largetrain.engine.ddp import DdpBackend
 from largetrain.engine.deepspeed import DeepSpeedBackend
 from largetrain.engine.ema import Ema
-from largetrain.errors import on_every_rank
+from largetrain.errors import ConfigError, on_every_rank
 from largetrain.optim.groups import groups_report, parameter_groups
 from largetrain.optim.schedules import schedule_factor
 from largetrain.train.state import seed_rank
@@ -63,9 +63,23 @@ def make_backend(
             allow_unused=vision is not None and vision.allow_unused_parameters,
         )
     else:
+        _check_vision_keys(run)
         backend = DeepSpeedBackend(model, task, resolved.engine, device, groups, factor)
     seed_rank(run.seed, dist.get_rank())
     return backend, resolved
+
+
+def _check_vision_keys(run: Any) -> None:
+    """Refuse what the deepspeed backend would ignore.
+
+    Raises:
+        ConfigError: one line for each key.
+    """
+    keys = ("compile", "channels_last", "allow_unused_parameters")
+    given = [key for key in keys if getattr(run.model, key, False)]
+    if given:
+        text = "belongs to backend ddp, and this model runs on deepspeed; remove it, or write backend: ddp."
+        raise ConfigError(f"model.{key}: {text}" for key in given)
 
 
 def _images_shape(run: Any) -> list[int] | None:

@@ -49,7 +49,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="N", help="optimizer updates to run")
     parser.add_argument("--epochs", metavar="N", help="passes over the training data to run, instead of --steps")
-    parser.add_argument("--seed", metavar="N", help="seed of weights, data order and dropout")
+    parser.add_argument("--seed", metavar="N", help="seed of weights, data order, dropout and augmentation")
     parser.add_argument("--name", metavar="NAME", help="name of the run")
     parser.add_argument("--output", metavar="DIR", help="output folder; absent: runs/<name>-<time>/")
 

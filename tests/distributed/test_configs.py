@@ -49,7 +49,8 @@ SMALL_IMAGES = {
     "digits_deeplab": ["data.samples=16"],
     "voc_deeplabv3": [
         *("data.source=synthetic", "data.samples=8", "data.image_size=32", "data.base_size=32", "data.workers=0"),
-        *("model.name=lraspp_mobilenet_v3_large", "model.pretrained_backbone=false", "parameters.lr_factors={classifier: 10}"),
+        *("model.name=lraspp_mobilenet_v3_large", "model.pretrained_backbone=false"),
+        "parameters.lr_factors={classifier: 10}",
     ],
 }
 SMALL_IMAGENET = [

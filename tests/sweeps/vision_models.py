@@ -25,6 +25,7 @@ from largetrain.config.vision_schema import (
     ClassificationData,
     ClassificationRun,
     SegmentationData,
+    SegmentationModelConfig,
     SegmentationRun,
     VisionModelConfig,
 )
@@ -69,10 +70,10 @@ def all_names() -> list[str]:
 def run_for(name: str, activation_checkpointing: bool = False) -> ClassificationRun | SegmentationRun:
     """The smallest run of this model."""
     pixels = PIXELS.get(name, 64)
-    model = VisionModelConfig(name=name, activation_checkpointing=activation_checkpointing)
+    keys = {"name": name, "activation_checkpointing": activation_checkpointing}
     if name in models.list_models(module=models.segmentation):
-        return SegmentationRun(model=model, data=SegmentationData(image_size=pixels))
-    return ClassificationRun(model=model, data=ClassificationData(image_size=pixels))
+        return SegmentationRun(model=SegmentationModelConfig(**keys), data=SegmentationData(image_size=pixels))
+    return ClassificationRun(model=VisionModelConfig(**keys), data=ClassificationData(image_size=pixels))
 
 
 def try_model(run: ClassificationRun | SegmentationRun) -> Row:

@@ -24,7 +24,7 @@ def test_the_digits_are_those_of_scikit_learn_in_256_greys():
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
     digits.load_digits.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ConfigError, match=r"data\.source: digits needs scikit-learn; pip install largetrain\[demo\]"):
+    with pytest.raises(ConfigError, match=r"data\.source: digits needs scikit-learn; pip install -e '.\[demo\]'"):
         digits.load_digits()
     monkeypatch.undo()
     assert len(digits.load_digits()[0]) == 1797

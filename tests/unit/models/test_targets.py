@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from largetrain.config.schema import ModelConfig, LanguageRun
+from largetrain.config.schema import LanguageRun, ModelConfig
 from largetrain.config.target import check_arguments, load_target
 from largetrain.errors import ConfigError
 from largetrain.models.build import build_model, loss_from_output

@@ -14,6 +14,7 @@ from largetrain.config.vision_schema import (
     ClassificationRun,
     SegmentationData,
     SegmentationLoss,
+    SegmentationModelConfig,
     SegmentationRun,
     VisionModelConfig,
 )
@@ -84,7 +85,7 @@ def classification(size: int = 32, eval_size: int | None = None, **model) -> Cla
 
 def segmentation(aux_weight: float = 0.5, **model) -> SegmentationRun:
     return SegmentationRun(
-        model=VisionModelConfig(**model),
+        model=SegmentationModelConfig(**model),
         data=SegmentationData(image_size=32),
         loss=SegmentationLoss(aux_weight=aux_weight),
     )

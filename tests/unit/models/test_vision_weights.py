@@ -15,6 +15,7 @@ from largetrain.config.vision_schema import (
     ClassificationRun,
     SegmentationData,
     SegmentationLoss,
+    SegmentationModelConfig,
     SegmentationRun,
     VisionModelConfig,
 )
@@ -215,7 +216,7 @@ def test_a_vit_for_another_image_size_is_refused(tmp_path):
 
 def segmentation_run(aux_weight: float = 0.5, **model) -> SegmentationRun:
     return SegmentationRun(
-        model=VisionModelConfig(**{"name": "deeplabv3_mobilenet_v3_large"} | model),
+        model=SegmentationModelConfig(**{"name": "deeplabv3_mobilenet_v3_large"} | model),
         data=SegmentationData(image_size=32),
         loss=SegmentationLoss(aux_weight=aux_weight),
     )
