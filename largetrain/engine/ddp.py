@@ -32,6 +32,8 @@ from largetrain.tasks.base import Task
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 EMA_PREFIX = "ema_"
+# what DeepSpeed's DynamicLossScaler moves
+SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class UnusedParametersError(LargetrainError):
@@ -209,14 +211,16 @@ class DdpBackend:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
             self.scheduler.step(self.scheduler.last_batch_iteration)
-        if self.scaler is not None and state["loss_scale"] is not None:
+        # a fixed scale is that of the JSON, and so are the rules of a moving one
+        if self.scaler is not None and self._scales.dynamic and state["loss_scale"] is not None:
             vars(self._scales).update(state["loss_scale"])
             # not `update`: before its first use the scaler has no tensor to set
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": float(self._scales.cur_scale)})
         own = _buffer_file(directory, dist.get_rank())
         if own.exists():
             averages = [self.module, *([self.ema.module] if self.ema else [])]
-            for model, kept in zip(averages, torch.load(own, self.device, weights_only=True), strict=True):
+            # not strict: a moving average may have been taken out of the run, or put in
+            for model, kept in zip(averages, torch.load(own, self.device, weights_only=True), strict=False):
                 for buffer, value in zip(floating_buffers(model), kept, strict=True):
                     buffer.copy_(value)
 
@@ -234,7 +238,7 @@ class DdpBackend:
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "loss_scale": _plain_state(self._scales) if self._scales is not None else None,
+            "loss_scale": _moving_state(self._scales),
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
 
@@ -342,8 +346,9 @@ def _loss_scaling(fp16: dict[str, Any], precision: str, device: str) -> tuple[to
     return torch.amp.GradScaler(device, init_scale=rule.cur_scale, growth_interval=rule.scale_window), rule
 
 
-def _plain_state(scales: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(scales).items() if isinstance(value, int | float)}
+def _moving_state(scales: Any) -> dict[str, Any] | None:
+    """What changes from update to update; None for a fixed scale."""
+    return {key: getattr(scales, key) for key in SCALE_STATE} if scales is not None and scales.dynamic else None
 
 
 def _buffer_file(directory: Path, rank: int) -> Path:

@@ -1,6 +1,9 @@
 """An image run that was stopped and resumed is the run that was never stopped, to the bit; looking changes nothing."""
 
+import shutil
+
 import pytest
+import torch
 from torch import nn
 
 from tests.distributed.tiny_images import SIDE, evaluation_rows, train, training_rows, write_inputs
@@ -123,3 +126,56 @@ def test_evaluating_and_saving_leave_training_as_it_is(tmp_path):
             assert looked.state == bare.state, name
     assert len(evaluation_rows(tmp_path / "synchronised", "looked")) == STEPS
     assert evaluation_rows(tmp_path / "synchronised", "bare") == []
+
+
+def resume_changed(folder):
+    """A run with a moving average, moving loss scale and statistics of each rank, gone on with in several ways."""
+    train(folder, 3, "out")
+    found = {}
+    for name, sets in CHANGES.items():
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            shutil.copytree(folder / "out", folder / name)
+        torch.distributed.barrier()
+        found[name] = train(folder, 6, name, resume="auto", sets=sets)
+    return found
+
+
+CHANGES = {
+    "as it was": [],
+    "a fixed scale": ["fp16={enabled: true, loss_scale: 64}"],
+    "another window": ["fp16.loss_scale_window=100"],
+    "without average": ["ema=null"],
+    "another average": ["ema.decay=0.5"],
+}
+
+
+def test_what_may_change_holds_after_resume(tmp_path):
+    """The configuration holds, not what the checkpoint remembers of it."""
+    run = {"ema": {"decay": 0.9}, "sync_batch_norm": "off", "checkpoints": {"at_end": True}}
+    write_inputs(tmp_path, precision_section("fp16"), run)
+    for found in run_ranks(resume_changed, 2, tmp_path):
+        scales = {name: [update["scale"] for update in outcome.updates] for name, outcome in found.items()}
+        (first, *_, last) = scales["as it was"]
+        assert last > first  # a window of 2
+        assert scales["a fixed scale"] == [64] * 3
+        assert scales["another window"] == [first] * 3
+        same = found["as it was"]
+        for name in ("without average", "another average"):
+            assert found[name].updates == same.updates
+            assert found[name].state["statistics"] == same.state["statistics"]
+        assert found["another average"].state["average"] != same.state["average"]
+
+
+def gain_an_average(folder):
+    train(folder, 3, "out", sets=["ema=null"])
+    return train(folder, 6, "out", resume="auto"), train(folder, 6, "straight", sets=["ema=null"])
+
+
+def test_a_moving_average_may_be_added(tmp_path):
+    run = {"ema": {"decay": 0.9}, "sync_batch_norm": "off", "checkpoints": {"at_end": True}}
+    write_inputs(tmp_path, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, run)
+    for resumed, straight in run_ranks(gain_an_average, 2, tmp_path):
+        assert len(resumed.updates) == 3
+        assert resumed.updates[0]["samples"] == straight.updates[3]["samples"]
+        assert resumed.state["average"] != straight.state["average"]
