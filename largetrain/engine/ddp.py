@@ -7,7 +7,7 @@ backends go through the same sequence; torch.amp.GradScaler scales and unscales.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.buffers import BufferGuard, equal_buffers, floating_buffers
 from largetrain.engine.ema import Ema
-from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, optimizer_by_name, skip_infinite_updates
 from largetrain.engine.startup import spared_compiler_imports
@@ -99,7 +99,10 @@ class DdpBackend:
         self.allow_unused = allow_unused
         self._named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._buffers = BufferGuard(self.module)
-        self._half = self._half_products()
+        self._half, notes = half_arithmetic(device.type, self.dtype)
+        self.notes += notes
+        self.applied = 0
+        """Updates that were not skipped: what schedules count."""
         self.scaler, self._scales = _loss_scaling(engine_config.get("fp16", {}), self.precision, device.type)
 
     @property
@@ -208,9 +211,9 @@ class DdpBackend:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, given, strict=True):
             group.update(values)
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-            self.scheduler.step(self.scheduler.last_batch_iteration)
+        self.applied = state["applied"]
+        if self.scheduler is not None:
+            schedules.go_to(self.scheduler, self.applied)
         # a fixed scale is that of the JSON, and so are the rules of a moving one
         if self.scaler is not None and self._scales.dynamic and state["loss_scale"] is not None:
             vars(self._scales).update(state["loss_scale"])
@@ -237,7 +240,7 @@ class DdpBackend:
     def _training_state(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "applied": self.applied,
             "loss_scale": _moving_state(self._scales),
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
@@ -249,6 +252,7 @@ class DdpBackend:
         self.optimizer.step()
         if self.optimizer.overflow:  # type: ignore[attr-defined]
             return False
+        self.applied += 1
         if self.scheduler is not None:
             self.scheduler.step()
         if self.ema is not None:
@@ -265,15 +269,6 @@ class DdpBackend:
             assert self.scaler is not None
             self._scales.update_scale(not applied)
             self.scaler.update(new_scale=float(self._scales.cur_scale))
-
-    def _half_products(self) -> Callable[[], AbstractContextManager[Any]]:
-        if self.device.type != "cpu" or computes_natively(self.dtype):
-            return nullcontext
-        self.notes.append(
-            f"this CPU has no native {self.precision}: matrix products, attention and convolutions are computed in "
-            f"fp32 and rounded once to {self.precision}, as tensor cores do"
-        )
-        return HalfProductsInFp32
 
     @contextmanager
     def _forward(self) -> Iterator[None]:

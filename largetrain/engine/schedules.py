@@ -71,6 +71,12 @@ def start(schedule: Any, optimizer: Any) -> None:
         schedule.step()
 
 
+def go_to(schedule: Any, applied: int) -> None:
+    """Bring a schedule, whatever the run had before, to the update after so many applied ones."""
+    first = 0 if isinstance(schedule, FactorSchedule) else FIRST_INDEX.get(type(schedule).__name__, 1)
+    schedule.step(first + applied)
+
+
 def base_rate(optimizer: Any) -> float:
     """The rate of a group without a factor: what the schedule says."""
     group = optimizer.param_groups[0]

@@ -1,5 +1,6 @@
 """An image run that was stopped and resumed is the run that was never stopped, to the bit; looking changes nothing."""
 
+import json
 import shutil
 
 import pytest
@@ -165,6 +166,36 @@ def test_what_may_change_holds_after_resume(tmp_path):
             assert found[name].updates == same.updates
             assert found[name].state["statistics"] == same.state["statistics"]
         assert found["another average"].state["average"] != same.state["average"]
+
+
+RATES = {  # each run begins without any, and goes on with one of these
+    "WarmupLR": ["scheduler={type: WarmupLR, params: {warmup_num_steps: 5, warmup_type: linear}}"],
+    "OneCycle": ["scheduler={type: OneCycle, params: {cycle_min_lr: 0.001, cycle_max_lr: 0.01}}"],
+    "cosine": ["schedule={type: cosine, warmup: 0.5}"],
+}
+
+
+def change_the_schedule(folder):
+    """Resumed runs and straight ones, by the schedule that they end with."""
+    found = {}
+    for name, sets in RATES.items():
+        straight = train(folder, 6, f"{name} straight", sets=sets)
+        for before, other in ({"none": []} | RATES).items():
+            train(folder, 3, f"{before} then {name}", sets=other)
+            resumed = train(folder, 6, f"{before} then {name}", resume="auto", sets=sets)
+            found[before, name] = straight.updates, resumed.updates
+    return found
+
+
+def test_another_schedule_goes_on_at_the_same_update(tmp_path):
+    """Those of DeepSpeed and those of the run count otherwise."""
+    write_inputs(tmp_path, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {"checkpoints": {"at_end": True}})
+    engine = json.loads((tmp_path / "engine.json").read_text())
+    del engine["scheduler"]
+    (tmp_path / "engine.json").write_text(json.dumps(engine))
+    found = run_ranks(change_the_schedule, 1, tmp_path, timeout=120)[0]
+    for names, (straight, resumed) in found.items():
+        assert [update["lr"] for update in resumed] == [update["lr"] for update in straight[3:]], names
 
 
 def gain_an_average(folder):
