@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
-from largetrain.engine.half_on_cpu import HalfProductsInFp32, computes_natively
+from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.saving import failures_kept
@@ -95,19 +95,10 @@ class DeepSpeedBackend:
             )
         if self.stage == 0:
             skip_infinite_updates(self.optimizer, parameters, clip)
-        self._arithmetic = self._half_arithmetic()
+        self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
+        self.notes += notes
         self._scale_is_dynamic = self._defer_loss_scale()
         schedules.start(self.scheduler, self.optimizer)
-
-    def _half_arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
-        if self.device.type != "cpu" or computes_natively(self.dtype):
-            return nullcontext
-        name = "fp16" if self.dtype == torch.float16 else "bf16"
-        self.notes.append(
-            f"this CPU has no native {name}: matrix products, attention and convolutions are computed in fp32 "
-            f"and rounded once to {name}, as tensor cores do"
-        )
-        return HalfProductsInFp32
 
     def _defer_loss_scale(self) -> bool:
         """Move the loss scale after each update instead of within it, and keep it at its floor without an exception.

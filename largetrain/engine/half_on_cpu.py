@@ -8,6 +8,7 @@ for any model; everything else runs torch's own half kernels.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,20 @@ class HalfProductsInFp32(TorchDispatchMode):
         if attention_forward:
             return result[0].to(half), result[1]
         return tree_map_only(torch.Tensor, lambda t: t.to(half) if t.dtype == torch.float32 else t, result)
+
+
+def half_arithmetic(
+    device_type: str, dtype: torch.dtype
+) -> tuple[Callable[[], AbstractContextManager[Any]], list[str]]:
+    """The context that products in `dtype` are computed in on such a device, and a note where it is not torch's own."""
+    if device_type != "cpu" or computes_natively(dtype):
+        return nullcontext, []
+    name = "fp16" if dtype == torch.float16 else "bf16"
+    note = (
+        f"this CPU has no native {name}: matrix products, attention and convolutions are computed in fp32 "
+        f"and rounded once to {name}, as tensor cores do"
+    )
+    return HalfProductsInFp32, [note]
 
 
 def _widen(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,9 +158,9 @@ def measure(case: Case, native: bool | None = None) -> Errors:
 def train_on(resolved: Resolved, batches: Sequence[Any], native: bool | None) -> Outcome:
     """Body of a rank."""
     if native is not None:
-        from largetrain.engine import deepspeed as backend
+        from largetrain.engine import half_on_cpu
 
-        backend.computes_natively = lambda dtype: native  # read when the backend is made; the rank ends with the case
+        half_on_cpu.computes_natively = lambda dtype: native  # read when the backend is made; the rank ends with the case
     return train(resolved, batches)
 
 
