@@ -41,6 +41,8 @@ HOW_COMPUTED = {
     *("activation_checkpointing", "loss_chunk_tokens", "compile", "channels_last", "allow_unused_parameters"),
     *("pretrained", "pretrained_backbone"),
 }
+# keys of the parameters section that sort parameters into groups
+GROUPING = ("lr_factors", "norm_weight_decay", "bias_weight_decay")
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -221,6 +223,9 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         "optimizer": engine["optimizer"].get("params", {}),
         "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
+        "parameters": (parameters := resolved.run.parameters.model_dump(mode="json")),
+        # ZeRO keeps the optimizer's state by group, flat; ddp by the parameters' names
+        "groups": {key: parameters[key] for key in GROUPING} if resolved.backend == "deepspeed" else None,
         # what only says how it is computed may change
         "model": resolved.run.model.model_dump(mode="json", exclude=HOW_COMPUTED),
         "classes": list(data.info.classes),

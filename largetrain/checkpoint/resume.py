@@ -27,11 +27,12 @@ SAME = {
     "seed": "seed",
     "model": "model",
     "data": "data (content, tokenizer, split and seq_len)",
+    "groups": "parameters (backend deepspeed)",
 }
 # what an evaluation needs of it
-SAME_WEIGHTS = {"backend": SAME["backend"], "model": SAME["model"]}
+SAME_WEIGHTS = {"backend": SAME["backend"], "model": SAME["model"], "classes": "classes of the data"}
 # what may change -> its name in messages
-FREE = {"optimizer": "optimizer.params", "scheduler": "scheduler"}
+FREE = {"optimizer": "optimizer.params", "scheduler": "scheduler", "parameters": "parameters"}
 
 
 @dataclass(frozen=True)

@@ -204,13 +204,13 @@ class DdpBackend:
                 torch.save(self._training_state(), directory / "training.pt")
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on the same layout; the JSON's optimizer parameters and schedule hold."""
+        """Restore what `save` wrote on the same layout; the run's optimizer parameters, groups and schedule hold."""
         self.load_weights(directory)
         state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
-        given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, values in zip(self.optimizer.param_groups, given, strict=True):
-            group.update(values)
+        # by name: other groups (parameters.lr_factors, weight decays) put the parameters into another order
+        of_name = {name: state["optimizer"]["state"].get(i, {}) for i, name in enumerate(state["parameters"])}
+        own = {i: of_name[name] for i, name in enumerate(self._optimized()) if of_name.get(name)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
         self.applied = state["applied"]
         if self.scheduler is not None:
             schedules.go_to(self.scheduler, self.applied)
@@ -240,10 +240,16 @@ class DdpBackend:
     def _training_state(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer.state_dict(),
+            "parameters": self._optimized(),
             "applied": self.applied,
             "loss_scale": _moving_state(self._scales),
             "ema": self.ema.state_dict() if self.ema is not None else None,
         }
+
+    def _optimized(self) -> list[str]:
+        """Names of the parameters in the optimizer's order."""
+        name_of = {id(parameter): name for name, parameter in self._named}
+        return [name_of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _update(self) -> bool:
         """Unscale, clip and step, or skip when gradients are not finite; the same decision on all ranks."""

@@ -1,0 +1,56 @@
+"""What else may change between an image run and its continuation, and what is refused."""
+
+import pytest
+import torch
+
+from largetrain.build import evaluate
+from largetrain.config.world import launch_world
+from largetrain.errors import ConfigError
+from tests.distributed.tiny_images import resolved_for, train, write_inputs
+from tests.ranks import run_ranks
+
+WITHOUT_NORM = "model.args={norm: false}"
+SPLIT = "parameters={norm_weight_decay: 0.1, bias_weight_decay: 0.1}"  # the optimizer's own: other groups, same run
+
+
+def regroup(folder):
+    """Runs stopped and gone on with, each with and without groups of their own; and a refusal of ZeRO."""
+    found = {}
+    for before in ([], [SPLIT]):
+        for after in ([], [SPLIT]):
+            name = f"{len(before)}{len(after)}"
+            train(folder, 3, name, sets=before)
+            found[name] = train(folder, 6, name, resume="auto", sets=after)
+    deepspeed = [WITHOUT_NORM, "backend=deepspeed"]
+    train(folder, 2, "zero", sets=deepspeed)
+    with pytest.raises(ConfigError) as caught:
+        train(folder, 4, "zero", resume="auto", sets=[*deepspeed, "parameters.bias_weight_decay=0"])
+    return found, str(caught.value)
+
+
+def test_the_optimizers_state_follows_the_parameters_into_other_groups(tmp_path):
+    write_inputs(tmp_path, {}, {"checkpoints": {"at_end": True}})
+    found, refused = run_ranks(regroup, 1, tmp_path, timeout=120)[0]
+    for name, outcome in found.items():
+        assert outcome.updates == found["00"].updates, name
+        assert outcome.state["weights"] == found["00"].state["weights"], name
+    assert any("parameters.norm_weight_decay was None, now 0.1" in line for line in found["01"].lines)
+    assert "parameters (backend deepspeed).bias_weight_decay was None, now 0.0" in refused
+
+
+def evaluate_on_other_classes(folder):
+    train(folder / "three", 2, "out", sets=["model.num_classes=3"])
+    resolved = resolved_for(folder / "two", 2, str(folder / "three" / "out"))
+    with pytest.raises(ConfigError) as caught:
+        evaluate(resolved, launch_world(), resume="auto", verbose=False, say=print)
+    return str(caught.value), torch.distributed.get_world_size()
+
+
+def test_evaluation_on_other_classes_is_refused_by_name(tmp_path):
+    for name in ("three", "two"):
+        write_inputs(tmp_path / name, {}, {"model": {"num_classes": 3}, "checkpoints": {"at_end": True}})
+    for split in ("train", "val"):
+        folder = tmp_path / "two" / "images" / split
+        (folder / "rest").rename(folder / "others")
+    message, _ = run_ranks(evaluate_on_other_classes, 1, tmp_path)[0]
+    assert "classes of the data was ['bars', 'dots', 'rest'], now ['bars', 'dots', 'others']" in message
