@@ -209,8 +209,8 @@ class DdpBackend:
         state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
         # by name: other groups (parameters.lr_factors, weight decays) put the parameters into another order
         of_name = {name: state["optimizer"]["state"].get(i, {}) for i, name in enumerate(state["parameters"])}
-        own = {i: of_name[name] for i, name in enumerate(self._optimized()) if of_name.get(name)}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": own})
+        sorted_anew = {i: of_name[name] for i, name in enumerate(self._optimized()) if of_name.get(name)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": sorted_anew})
         self.applied = state["applied"]
         if self.scheduler is not None:
             schedules.go_to(self.scheduler, self.applied)
