@@ -184,13 +184,14 @@ class DeepSpeedBackend:
         with another learning rate or length the new ones, and not silently what the checkpoint remembers.
         """
         given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        path, _ = self.engine.load_checkpoint(str(directory.parent), tag=directory.name)
+        # not the schedule's state: the run may have had another, or none, which DeepSpeed does not expect
+        path, _ = self.engine.load_checkpoint(str(directory.parent), tag=directory.name, load_lr_scheduler_states=False)
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
         for group, values in zip(self.optimizer.param_groups, given, strict=True):
             group.update(values)
         if self.scheduler is not None:
-            self.scheduler.step(self.scheduler.last_batch_iteration)
+            schedules.go_to(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

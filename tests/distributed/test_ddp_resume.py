@@ -173,29 +173,58 @@ RATES = {  # each run begins without any, and goes on with one of these
     "OneCycle": ["scheduler={type: OneCycle, params: {cycle_min_lr: 0.001, cycle_max_lr: 0.01}}"],
     "cosine": ["schedule={type: cosine, warmup: 0.5}"],
 }
+BAD = 2  # the update that is skipped
 
 
-def change_the_schedule(folder):
-    """Resumed runs and straight ones, by the schedule that they end with."""
+class Images(torch.utils.data.Dataset):
+    """Random images; those with the given ids are not a number."""
+
+    classes = ("a", "b")
+
+    def __init__(self, split, poisoned=()):
+        self.poisoned = set(poisoned)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        images = torch.randn(3, SIDE, SIDE) * (torch.nan if index in self.poisoned else 1.0)
+        return {"images": images, "labels": torch.tensor(index % 2)}
+
+
+def change_the_schedule(folder, backend, precision, stage):
+    """Rates of resumed runs and of straight ones, with a skipped update before the checkpoint."""
+    usual = [f"backend={backend}", "model.args={norm: false}", f"zero_optimization.stage={stage}"]
+    usual += [f"{precision}.enabled=true"] if precision != "fp32" else []
+    data = "data={target: '" + __name__ + ":Images', args: {poisoned: %s}}"
+    clean = train(folder, BAD, "clean", sets=[*usual, data % []])
+    usual += [data % [clean.updates[-1]["samples"][0]]]
     found = {}
     for name, sets in RATES.items():
-        straight = train(folder, 6, f"{name} straight", sets=sets)
+        straight = train(folder, 7, f"{name} straight", sets=[*usual, *sets])
         for before, other in ({"none": []} | RATES).items():
-            train(folder, 3, f"{before} then {name}", sets=other)
-            resumed = train(folder, 6, f"{before} then {name}", resume="auto", sets=sets)
+            train(folder, 4, f"{before} then {name}", sets=[*usual, *other])
+            resumed = train(folder, 7, f"{before} then {name}", resume="auto", sets=[*usual, *sets])
             found[before, name] = straight.updates, resumed.updates
     return found
 
 
-def test_another_schedule_goes_on_at_the_same_update(tmp_path):
-    """Those of DeepSpeed and those of the run count otherwise."""
+@pytest.mark.parametrize(
+    ("backend", "precision", "stage"), [("ddp", "fp32", 0), ("deepspeed", "fp32", 0), ("deepspeed", "bf16", 2)]
+)
+def test_another_schedule_goes_on_at_the_same_update(tmp_path, backend, precision, stage):
+    """Those of DeepSpeed and those of the run count otherwise; a skipped update counts for none."""
     write_inputs(tmp_path, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, {"checkpoints": {"at_end": True}})
     engine = json.loads((tmp_path / "engine.json").read_text())
     del engine["scheduler"]
     (tmp_path / "engine.json").write_text(json.dumps(engine))
-    found = run_ranks(change_the_schedule, 1, tmp_path, timeout=120)[0]
+    run = json.loads((tmp_path / "run.json").read_text())
+    del run["data"]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    found = run_ranks(change_the_schedule, 1, tmp_path, backend, precision, stage, timeout=120)[0]
     for names, (straight, resumed) in found.items():
-        assert [update["lr"] for update in resumed] == [update["lr"] for update in straight[3:]], names
+        assert [update["applied"] for update in straight] == [update + 1 != BAD for update in range(7)], names
+        assert [update["lr"] for update in resumed] == [update["lr"] for update in straight[4:]], names
 
 
 def gain_an_average(folder):
