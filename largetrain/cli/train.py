@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from largetrain.cli.arguments import load_from_args, train_parser
 from largetrain.config.resolved import Resolved
 from largetrain.config.world import World, launch_world
-from largetrain.errors import EXIT_DONE, LargetrainError
+from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError
 
+LONE_VALUE = "Expected more than 1 value per channel when training"  # torch.nn.functional.batch_norm
 # how gloo, and parallel/channel, word that the other end is gone
 PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|batch-norm group \(process \d+\) has ended")
 
@@ -24,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     """Train; torch and deepspeed are imported only once the configuration is known to be right.
 
     Raises:
-        ConfigError: the user's files, flags, data or checkpoint are wrong; nothing heavy has begun.
+        ConfigError: the user's files, flags, data or checkpoint are wrong; as a rule nothing heavy has begun.
         DivergedError: see `callbacks.periodic.Guard`.
         PeerLostError: another rank ended while this one waited for it.
 
@@ -47,6 +48,15 @@ def run(argv: Sequence[str]) -> int:
         if error.errno != errno.ENOSPC:
             raise
         raise LargetrainError(f"{error}. Free space, then go on from the last checkpoint with --resume") from error
+    except ValueError as error:
+        if LONE_VALUE not in str(error):
+            raise
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu: {resolved.batch.micro_batch} leaves a batch norm one value per channel, "
+            f"and it does not train on that ({error}). Give more images or larger ones, share statistics between "
+            f"several ranks (sync_batch_norm: on), or keep those of the weights (model.freeze_batch_norm: true).",
+            on_all_ranks=True,
+        ) from error
     except RuntimeError as error:
         if world.world_size == 1 or not PEER_LOST.search(str(error)):
             raise

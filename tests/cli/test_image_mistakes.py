@@ -1,0 +1,19 @@
+"""What a user of image runs may get wrong and only the running model can tell: one line, exit code 2."""
+
+from tests.cli.test_train_cli import run_command
+from tests.distributed.tiny_images import write_inputs
+from tests.ranks import run_ranks
+
+
+def files(folder, *more):
+    names = ["--ds_config", str(folder / "engine.json"), "--config", str(folder / "run.json")]
+    return [*names, "--output", str(folder / "out"), "--steps", "2", *more]
+
+
+def test_a_batch_norm_with_one_value_per_channel(tmp_path):
+    write_inputs(tmp_path, {"train_micro_batch_size_per_gpu": 1}, {"model": {"args": {"pooled": True}}})
+    ((code, out, err),) = run_ranks(run_command, 1, files(tmp_path))
+    assert code == 2
+    assert "batch norm: last_norm would get one value per channel" in out  # said before, with the layer
+    assert err.startswith("largetrain: train_micro_batch_size_per_gpu: 1 leaves a batch norm one value per channel")
+    assert "sync_batch_norm: on" in err and err.count("\n") == 1
