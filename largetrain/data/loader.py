@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from largetrain.config.batch import Batch
 from largetrain.data.images import IGNORED, BadImage
 from largetrain.data.order import SampleOrder
-from largetrain.errors import ConfigError, LargetrainError
+from largetrain.errors import EXIT_MISTAKE, ConfigError, LargetrainError
 
 ORDER_BLOCK = 1024
 TIMEOUT_S = 600.0
@@ -37,6 +37,12 @@ MicroBatch = dict[str, Any]
 
 class LoaderError(LargetrainError):
     """A loader process died or gave nothing for too long, or too many samples cannot be read."""
+
+
+class UnreadableSamples(LoaderError):
+    """More files cannot be read than the user allows, or all: the data are wrong, not the run."""
+
+    exit_code = EXIT_MISTAKE
 
 
 class Index(NamedTuple):
@@ -170,14 +176,14 @@ def _unpacked(fetched: MicroBatch | _Failed | _Replaced, dataset: Any, instead: 
             continue
         known[path] = reason
         if len(known) > most:
-            raise LoaderError(
+            raise UnreadableSamples(
                 f"data: {path} cannot be read ({reason}), and that is more than data.max_bad_images={most} on this "
                 f"rank. Repair or remove the files named, or allow more."
             )
         told = f"data: {path} cannot be read ({reason}); {instead} ({len(known)} of at most {most})"
         print(f"largetrain: {told}", file=sys.stderr, flush=True)
     if fetched.batch is None:
-        raise LoaderError(f"data: none of the {len(dataset)} samples can be read. Check the files named above.")
+        raise UnreadableSamples(f"data: none of the {len(dataset)} samples can be read. Check the files named above.")
     return fetched.batch
 
 

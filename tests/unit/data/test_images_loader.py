@@ -155,7 +155,7 @@ def test_too_many_end_the_run(capsys, workers):
     dataset = Holed(10, bad=[1, 3, 5, 7], max_bad_images=2)
     with pytest.raises(LoaderError, match=r"/data/5\.png cannot be read \(it is cut\), .* data\.max_bad_images=2") as e:
         list(stream(dataset, batch_of(micro_batch=2), workers=workers, updates=5))
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(e.value) and e.value.exit_code == 2
     assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["/data/1.png", "/data/3.png"]
 
 
@@ -166,8 +166,9 @@ def test_when_all_are_unreadable_there_is_no_endless_search(most):
     with pytest.raises(LoaderError, match="none of the 4 samples can be read" if most > 3 else "max_bad_images=3"):
         next(stream(dataset, batch_of(micro_batch=2)))
     dataset = Holed(4, bad=range(4), max_bad_images=most)
-    with pytest.raises(LoaderError, match="none of the 4 samples can be read" if most > 3 else "max_bad_images=3"):
+    with pytest.raises(LoaderError, match="none of the 4 samples can be read" if most > 3 else "max_bad_images=3") as e:
         list(evaluation_batches(dataset, 2, 1, 0))
+    assert e.value.exit_code == 2
 
 
 def test_without_the_attribute_a_bad_image_is_an_error():
