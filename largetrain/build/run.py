@@ -28,7 +28,7 @@ from largetrain.config.schema import CheckpointsConfig, EvaluationConfig
 from largetrain.data.build import DataBundle, build_data
 from largetrain.data.loader import TrainStream, evaluation_batches
 from largetrain.engine.base import MicroBatch
-from largetrain.engine.ddp import DdpBackend
+from largetrain.engine.ddp import EMA_PREFIX, DdpBackend
 from largetrain.engine.deepspeed import dtype_of, stage_of
 from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.peak import peak_flops
@@ -95,10 +95,11 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
         recorder.flush()  # a run killed after this checkpoint must not lack rows before it
         return manager.save(state.step, {**facts, "state": state.to_dict()}, random_state(device))
 
+    best = _best(resolved, data, backend, state, save, manager.mark_best, tell)
     callbacks: list[Callback] = [
         recorder,
         Guard(run.guard.max_skipped_in_a_row, save, tell),
-        *_evaluation(resolved, data, backend, world, [recorder, *_best(resolved, data, state, save, manager, tell)]),
+        *_evaluation(resolved, data, backend, world, [recorder, *best]),
         Checkpointing(save, _every(run.checkpoints, data), run.checkpoints.at_end),
     ]
     if world.rank == 0:
@@ -317,11 +318,17 @@ def _every(section: EvaluationConfig | CheckpointsConfig, data: DataBundle) -> i
 def _best(
     resolved: Resolved,
     data: DataBundle,
+    backend: AnyBackend,
     state: TrainState,
     save: Callable[[], Path],
-    manager: CheckpointManager,
+    mark: Callable[[Path], None],
     tell: Say,
 ) -> list[Callback]:
+    """The callback that keeps the best checkpoint, if one is wanted.
+
+    Raises:
+        ConfigError: the figure is none of the evaluation's.
+    """
     figure = resolved.run.checkpoints.best
     if figure is None:
         return []
@@ -330,8 +337,18 @@ def _best(
             f"checkpoints.best: {figure} is a figure of the evaluation, and there is no validation data",
             on_all_ranks=True,
         )
-    smaller = figure.removeprefix("ema_") in SMALLER_IS_BETTER
-    return [Best(figure, smaller, state, save, manager.mark_best, tell)]
+    prefixes = ["", EMA_PREFIX] if resolved.run.ema is not None else [""]
+    known = [prefix + name for prefix in prefixes for name in backend.task.figures()]
+    if figure not in known:
+        raise ConfigError(
+            f"checkpoints.best: the evaluation gives no {figure!r}; it gives {', '.join(known)}. Name one of them",
+            on_all_ranks=True,
+        )
+    every = _every(resolved.run.evaluation, data)
+    if not resolved.run.evaluation.at_end and not 0 < every <= data.info.total_steps:
+        tell("note: checkpoints.best has no effect: this run is never evaluated (evaluation.every_epochs, at_end)")
+    smaller = figure.removeprefix(EMA_PREFIX) in SMALLER_IS_BETTER
+    return [Best(figure, smaller, state, save, mark, tell)]
 
 
 def _announce(resolved: Resolved, data: DataBundle, messages: Sequence[str], output: Path, say: Say) -> None:

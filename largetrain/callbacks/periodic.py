@@ -11,7 +11,7 @@ import torch.distributed as dist
 from largetrain.callbacks.base import Callback, Moment
 from largetrain.checkpoint.manager import CheckpointError
 from largetrain.engine.base import Backend, MicroBatch
-from largetrain.errors import ConfigError, DivergedError
+from largetrain.errors import DivergedError
 
 
 def _first_kept(batches: Iterator[MicroBatch], kept: list[MicroBatch]) -> Iterator[MicroBatch]:
@@ -26,6 +26,7 @@ class BestSoFar(Protocol):
 
     best_figure: float | None
     best_step: int
+    best_name: str
 
 
 class Evaluation(Callback):
@@ -63,7 +64,7 @@ class Best(Callback):
     """Keeps the checkpoint of the best evaluation so far.
 
     Args:
-        figure: name of the figure, as the evaluation gives it.
+        figure: name of the figure, as evaluations give it; one that lacks it is passed over.
         smaller: the smallest value is best instead of the largest.
         state: where the best value is remembered, and saved with the run.
         save: writes a checkpoint, or finds the one of this step, and returns its folder.
@@ -84,17 +85,13 @@ class Best(Callback):
         self.save, self.mark, self.tell = save, mark, tell
 
     def on_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        if self.figure not in figures:
-            raise ConfigError(
-                f"checkpoints.best: the evaluation gives no {self.figure!r}; it gives {', '.join(figures)}. Name one "
-                f"of them",
-                on_all_ranks=True,
-            )
-        value, before = figures[self.figure], self.state.best_figure
+        value = figures.get(self.figure, math.nan)
+        # a run that was resumed may have looked at another figure before
+        before = self.state.best_figure if self.state.best_name == self.figure else None
         better = before is None or (value < before if self.smaller else value > before)
         if math.isnan(value) or not better:
             return
-        self.state.best_figure, self.state.best_step = value, step
+        self.state.best_figure, self.state.best_step, self.state.best_name = value, step, self.figure
         self.mark(self.save())
         self.tell(f"step {step}: best {self.figure} so far, {value:.4f}")
 

@@ -29,6 +29,9 @@ class Task(Protocol):
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Named figures from the totals of `evaluate`, as CPU tensors."""
 
+    def figures(self) -> tuple[str, ...]:
+        """Names that `metrics` gives, known before any evaluation; some may be absent from one of them."""
+
     def preview(self, model: nn.Module, batch: Batch) -> Tensor | None:
         """A picture of predictions beside the truth, uint8 [3, H, W]; None for tasks without one.
 

@@ -80,5 +80,9 @@ class Classification:
             figures["top5"] = 100 * int(sums["top5"]) / max(samples, 1)
         return {**figures, "samples": float(samples)}
 
+    def figures(self) -> tuple[str, ...]:
+        """Names of `metrics`."""
+        return ("loss", "top1", *(["top5"] if self.num_classes > TOP else []), "samples")
+
     def preview(self, model: nn.Module, batch: Batch) -> None:
         """None: there is no picture of a class."""

@@ -48,5 +48,9 @@ class LanguageModeling:
             figures["bits_per_byte"] = loss / math.log(2.0) / self.bytes_per_token
         return figures
 
+    def figures(self) -> tuple[str, ...]:
+        """Names of `metrics`."""
+        return ("loss", "perplexity", "tokens", *(["bits_per_byte"] if self.bytes_per_token is not None else []))
+
     def preview(self, model: nn.Module, batch: Batch) -> None:
         """None: text has no picture."""

@@ -94,6 +94,11 @@ class Segmentation:
                 figures[f"iou/{name}"] = 100 * part / whole
         return {**figures, "pixels": float(pixels)}
 
+    def figures(self) -> tuple[str, ...]:
+        """Names of `metrics`; an evaluation lacks `iou/<name>` of classes that do not occur in it."""
+        ious = [f"iou/{name}" for name in self.classes]
+        return ("loss", "miou", "pixel_accuracy", "mean_class_accuracy", *ious, "pixels")
+
     def preview(self, model: nn.Module, batch: Batch) -> Tensor | None:
         """First samples as rows: image, truth, prediction; uint8 [3, rows x height, 3 x width], on the CPU."""
         first = {name: batch[name][:PREVIEW_SAMPLES] for name in ("images", "labels")}

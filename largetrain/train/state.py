@@ -29,6 +29,8 @@ class TrainState:
     """Best value so far of the figure that `checkpoints.best` names."""
     best_step: int = 0
     """Update after which it was reached."""
+    best_name: str = ""
+    """The figure that it is of."""
 
     def advance(self, *, applied: bool, samples: int, tokens: int) -> None:
         """Count one update."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from largetrain.callbacks.base import Callback, Moment
-from largetrain.callbacks.periodic import Checkpointing, Evaluation
+from largetrain.callbacks.periodic import Best, Checkpointing, Evaluation
 from largetrain.engine.base import StepResult
+from largetrain.train.state import TrainState
 
 RESULT = StepResult(torch.tensor(1.0), 0.1, 1.0, 1.0, True, 10, False, (torch.tensor(1.0),), (1,))
 
@@ -51,3 +52,14 @@ def test_listeners_are_told_the_figures_and_shown_the_first_batch(every, at_end,
         evaluation.on_step(moment)
     assert told == [(step, {"loss": 3.0}) for step in due]
     assert pictures == ([(step, [1]) for step in due] if draws else [])
+
+
+def test_the_best_of_another_figure_is_forgotten_and_an_absent_figure_passed_over():
+    state, marked = TrainState(), []
+    top5 = Best("top5", False, state, lambda: state.step, marked.append, print)
+    for state.step, figures in enumerate([{"top5": 90.0}, {}, {"top5": 80.0}, {"top5": 95.0}], 1):
+        top5.on_evaluation(state.step, figures)
+    assert marked == [1, 4] and (state.best_figure, state.best_step, state.best_name) == (95.0, 4, "top5")
+    top1 = Best("top1", False, TrainState(**state.to_dict()), lambda: 5, marked.append, print)
+    top1.on_evaluation(5, {"top5": 95.0, "top1": 60.0})
+    assert marked == [1, 4, 5]

@@ -119,6 +119,7 @@ def test_top5_needs_more_than_five_classes(classes, named):
     task = Classification(classes)
     sums = task.evaluate(Echo(), {"images": torch.zeros(1, classes), "labels": torch.tensor([0])})
     assert ("top5" in task.metrics(sums)) is named
+    assert task.figures() == tuple(task.metrics(sums))
 
 
 def test_batches_of_any_size_give_the_same_figures():

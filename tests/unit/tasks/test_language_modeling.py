@@ -17,6 +17,8 @@ def test_sums_are_fp64_and_give_loss_perplexity_and_bits():
     sums = task.evaluate(model, batch)
     assert {value.dtype for value in sums.values()} == {torch.float64}
     figures = task.metrics({name: value * 2 for name, value in sums.items()})
+    assert task.figures() == tuple(figures)
+    assert LanguageModeling().figures() == tuple(LanguageModeling().metrics(sums))
     assert figures["tokens"] == 6.0 and task.weight(batch) == 3
     # fp32 logarithms: 1e-6 is some ulps of ln 4
     assert math.isclose(figures["loss"], math.log(4), rel_tol=1e-6)

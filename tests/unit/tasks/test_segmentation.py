@@ -79,6 +79,7 @@ def test_confusion_and_figures_by_hand_with_an_absent_class():
     assert sums["confusion"].tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
     assert sums["confusion"].dtype == torch.int64 and sums["loss_sum"].dtype == torch.float64
     figures = Segmentation(NAMES).metrics(sums)
+    assert [name for name in Segmentation(NAMES).figures() if name not in figures] == [f"iou/{NAMES[2]}"]
     loss = figures.pop("loss")
     assert figures == {
         "miou": pytest.approx(100 * (2 / 4 + 1 / 3) / 2, rel=1e-14),
