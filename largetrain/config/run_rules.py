@@ -71,7 +71,11 @@ def backend_problems(run: RunConfig, document: Document, backend: str | None, wo
 
 
 def used_keys(run: RunConfig) -> dict[str, Any]:
-    """The run as plain data, without keys that another one makes idle: what may be written into a run YAML."""
+    """The run as plain data, without keys that another one makes idle: what may be written into a run YAML.
+
+    It goes with the resolved engine JSON, where the engine section and lr_for_batch have had their effect already.
+    """
+    run = run.model_copy(update={"engine": {}, "parameters": run.parameters.model_copy(update={"lr_for_batch": None})})
     content: dict[str, Any] = run.model_dump(mode="json")
     if not isinstance(run, LanguageRun):
         # which data keys have an effect depends on the source: those at their default say nothing new

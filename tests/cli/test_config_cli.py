@@ -101,6 +101,22 @@ def test_what_config_prints_can_be_read_back(tmp_path):
     assert again.stdout.partition("# Run (YAML)")[2] == rest
 
 
+def test_what_config_prints_of_an_image_run_can_be_read_back(tmp_path):
+    """Neither the engine section of the file nor the scaling of the rate has its effect once more."""
+    given = ["optimizer.params.lr=0.5", "train_micro_batch_size_per_gpu=4", "parameters.lr_for_batch=64"]
+    printed = run("config", "--config", "ds_configs/runs/digits_resnet.yaml", "--set", *given).stdout
+    rest = printed.partition("# Run (YAML)")[2]
+    run_text, _, engine_text = rest.partition("# Engine (JSON), as DeepSpeed is handed it")
+    engine = json.loads(engine_text)
+    assert engine["optimizer"]["params"]["lr"] == 0.5 * 4 / 64 and engine["train_batch_size"] == 4
+    (tmp_path / "run.yaml").write_text(run_text)
+    (tmp_path / "ds.json").write_text(engine_text)
+    again = run("config", "--config", str(tmp_path / "run.yaml"), "--ds_config", str(tmp_path / "ds.json")).stdout
+    rest = again.partition("# Run (YAML)")[2]
+    run_again, _, engine_again = rest.partition("# Engine (JSON), as DeepSpeed is handed it")
+    assert (run_again, json.loads(engine_again)) == (run_text, engine)
+
+
 def test_config_json_is_what_a_run_saves():
     saved = json.loads(run("config", "--json").stdout)
     assert set(saved) == {"run", "engine", "batch", "total_steps", "backend", "decoder", "notes"}
