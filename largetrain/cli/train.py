@@ -16,9 +16,14 @@ PEER_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|batch-nor
 
 
 class PeerLostError(LargetrainError):
-    """Another rank ended in the middle of a collective; what ended it is in that rank's own output."""
+    """Another rank ended in the middle of a collective; what ended it is in that rank's own output.
 
-    on_all_ranks = True  # all but the culprit: one line is enough
+    All but the culprit raise it and one line is enough: rank 0's, and rank 1's in case that rank 0 is the culprit.
+    """
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.on_all_ranks = rank != 1
 
 
 def run(argv: Sequence[str]) -> int:
@@ -61,7 +66,8 @@ def run(argv: Sequence[str]) -> int:
         if world.world_size == 1 or not PEER_LOST.search(str(error)):
             raise
         raise PeerLostError(
-            f"this rank stops because another one has ended, whose message or traceback tells why ({error})"
+            f"this rank stops because another one has ended, whose message or traceback tells why ({error})",
+            world.rank,
         ) from error
 
 

@@ -1,5 +1,9 @@
 """What a user of image runs may get wrong and only the running model can tell: one line, exit code 2."""
 
+import pytest
+
+from largetrain.cli import report
+from largetrain.cli.train import PeerLostError
 from tests.cli.test_train_cli import run_command
 from tests.distributed.tiny_images import write_inputs
 from tests.ranks import run_ranks
@@ -33,3 +37,9 @@ def test_a_best_figure_without_any_evaluation_is_told(tmp_path):
     ((code, out, _),) = run_ranks(run_command, 1, files(tmp_path, "--set", "checkpoints.best=top1"))
     assert code == 0
     assert "note: checkpoints.best has no effect: this run is never evaluated" in out
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 1), (2, 0), (15, 0)])
+def test_a_lost_peer_is_told_by_rank_0_or_should_that_be_the_lost_one_by_rank_1(capsys, rank, lines):
+    report(PeerLostError("this rank stops because another one has ended", rank), {"RANK": str(rank)})
+    assert capsys.readouterr().err.count("this rank stops") == lines
