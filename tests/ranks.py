@@ -29,6 +29,7 @@ from typing import Any
 PRELOAD = [  # with what deepspeed.initialize and torch.optim import when they are first used (3 s per rank)
     *("numpy", "pytest", "torch", "torch.distributed", "torch.utils.cpp_extension", "torch.onnx"),
     *("torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("torchvision.models.segmentation", "torchvision.transforms.v2"),
 ]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -224,6 +224,7 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         "optimizer": engine["optimizer"].get("params", {}),
         "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
+        **{key: resolved.run.model_dump(mode="json")[key] for key in ("schedule", "ema")},
         "parameters": (parameters := resolved.run.parameters.model_dump(mode="json")),
         # ZeRO keeps the optimizer's state by group, flat; ddp by the parameters' names
         "groups": {key: parameters[key] for key in GROUPING} if resolved.backend == "deepspeed" else None,

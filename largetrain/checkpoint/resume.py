@@ -32,7 +32,13 @@ SAME = {
 # what an evaluation needs of it
 SAME_WEIGHTS = {"backend": SAME["backend"], "model": SAME["model"], "classes": "classes of the data"}
 # what may change -> its name in messages
-FREE = {"optimizer": "optimizer.params", "scheduler": "scheduler", "parameters": "parameters"}
+FREE = {
+    "optimizer": "optimizer.params",
+    "scheduler": "scheduler",
+    "schedule": "schedule",
+    "parameters": "parameters",
+    "ema": "ema",
+}
 
 
 @dataclass(frozen=True)

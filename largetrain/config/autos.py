@@ -28,8 +28,9 @@ ZERO = "zero_optimization"
 class Autos:
     """Resolves one engine document; `problems` and `notes` hold a line for each decision."""
 
-    def __init__(self, engine: Document, decoder: DecoderSpec | None) -> None:
+    def __init__(self, engine: Document, decoder: DecoderSpec | None, own_optimizer_needed: bool = False) -> None:
         self.engine = engine
+        self.own_optimizer_needed = own_optimizer_needed  # for models whose learning rate cannot be guessed
         self.decoder = decoder
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -59,6 +60,10 @@ class Autos:
             self.notes.append("gradient_clipping = 0 (clipping is off)")
 
     def _optimizer(self) -> None:
+        if "optimizer" not in self.engine.data and self.own_optimizer_needed:
+            text = "is missing; write one with its type and params.lr, here or in the run config's engine section."
+            self.problems.append(self.engine.problem(("optimizer",), text))
+            self.engine.set(("optimizer",), {"type": "AdamW", "params": {"lr": 1e-3}})  # a stand-in, as below
         if "optimizer" not in self.engine.data:
             self.engine.set(("optimizer",), {"type": "AdamW", "params": {"lr": "auto"}})
             self.notes.append("optimizer = AdamW (not given)")

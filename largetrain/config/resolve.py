@@ -42,7 +42,7 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     batch, batch_problems, batch_notes = resolve_batch(engine, world.world_size, world.source)
     if batch is not None:
         notes += _scale_learning_rate(engine, run, run_document, batch.global_batch, problems)
-    autos = Autos(engine, decoder)
+    autos = Autos(engine, decoder, own_optimizer_needed=not isinstance(run, LanguageRun))
     autos.resolve()
     if decoder is None and isinstance(run, LanguageRun) and run.model.target is None:
         autos.problems = []  # the sizes are wrong: what depends on them is not known yet

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
+from largetrain.config.load import load
 from largetrain.config.vision_rules import data_problems, layouts_below
 from largetrain.config.vision_schema import ClassificationData, SegmentationData
+from largetrain.errors import ConfigError
 
 SOUND = [
     ClassificationData(),
@@ -144,3 +146,13 @@ def test_the_rules_load_neither_torch_nor_pil():
         "import sys, largetrain.config.vision_rules; sys.exit(any(m in sys.modules for m in ('torch', 'PIL', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_an_image_run_needs_an_optimizer_of_its_own(tmp_path):
+    engine, run = tmp_path / "engine.json", tmp_path / "run.yaml"
+    engine.write_text('{"train_micro_batch_size_per_gpu": 2}')
+    run.write_text("task: classification\ndata: {source: synthetic}\n")
+    with pytest.raises(ConfigError, match=r"engine.json: optimizer: is missing; write one with its type and params.lr"):
+        load(str(engine), str(run))
+    run.write_text(run.read_text() + "engine: {optimizer: {type: SGD, params: {lr: 0.1}}}\n")
+    assert load(str(engine), str(run)).engine["optimizer"]["type"] == "SGD"
