@@ -99,8 +99,9 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
     callbacks: list[Callback] = [
         recorder,
         Guard(run.guard.max_skipped_in_a_row, save, tell),
-        *_evaluation(resolved, data, backend, world, [recorder, *best]),
+        # before the evaluation, which may fail over a file that training never reads
         Checkpointing(save, _every(run.checkpoints, data), run.checkpoints.at_end),
+        *_evaluation(resolved, data, backend, world, [recorder, *best]),
     ]
     if world.rank == 0:
         _write_config(start.output, resolved, world)
@@ -322,7 +323,7 @@ def _best(
     backend: AnyBackend,
     state: TrainState,
     save: Callable[[], Path],
-    mark: Callable[[Path], None],
+    mark: Callable[[Path, dict[str, Any]], None],
     tell: Say,
 ) -> list[Callback]:
     """The callback that keeps the best checkpoint, if one is wanted.
@@ -349,7 +350,7 @@ def _best(
     if not resolved.run.evaluation.at_end and not 0 < every <= data.info.total_steps:
         tell("note: checkpoints.best has no effect: this run is never evaluated (evaluation.every_epochs, at_end)")
     smaller = figure.removeprefix(EMA_PREFIX) in SMALLER_IS_BETTER
-    return [Best(figure, smaller, state, save, mark, tell)]
+    return [Best(figure, smaller, state, save, lambda checkpoint: mark(checkpoint, state.best), tell)]
 
 
 def _announce(resolved: Resolved, data: DataBundle, messages: Sequence[str], output: Path, say: Say) -> None:

@@ -10,6 +10,7 @@ import torch
 from largetrain.errors import ConfigError
 
 MANIFEST = "manifest.json"
+BEST_RECORD = "best.json"  # beside what the manifest vouches for: the evaluation comes after the checkpoint
 STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -111,7 +112,7 @@ def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """`run.json` of a checkpoint.
+    """`run.json` of a checkpoint, its `state` with what an evaluation after it found (`BEST_RECORD`).
 
     Raises:
         ConfigError: it is not what `CheckpointManager.save` wrote.
@@ -119,6 +120,9 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "run.json"
     try:
         facts: dict[str, Any] = json.loads(path.read_bytes())
+        path = checkpoint / BEST_RECORD
+        if path.is_file():
+            facts["state"].update(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume {checkpoint}: {path} cannot be read ({error}). Give another checkpoint") from error
     return facts

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from largetrain.checkpoint.folder import (
+    BEST_RECORD,
     MANIFEST,
     best_checkpoint,
     complete_checkpoints,
@@ -73,13 +74,23 @@ class CheckpointManager:
         self._saved_step = step
         return final
 
-    def mark_best(self, checkpoint: Path) -> None:
+    def mark_best(self, checkpoint: Path, record: dict[str, Any]) -> None:
         """Let `best` name this checkpoint, which is not pruned from now on; the one before it may be.
+
+        Args:
+            record: values of the run's state that the evaluation changed; a run that is resumed from here has them.
 
         Raises:
             CheckpointError: as for `save`.
         """
-        self._together(checkpoint, lambda: _point(self.folder / "best", checkpoint), only=0)
+
+        def mark() -> None:
+            partial = checkpoint / f"{BEST_RECORD}.partial"
+            _write_json(partial, record)
+            partial.replace(checkpoint / BEST_RECORD)
+            _point(self.folder / "best", checkpoint)
+
+        self._together(checkpoint, mark, only=0)
 
     def _together(self, final: Path, action: Callable[[], None], only: int | None = None) -> None:
         """Run `action` on all ranks, or on rank `only`; all return when the last has, or all raise.

@@ -40,6 +40,11 @@ class TrainState:
         self.skipped += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
 
+    @property
+    def best(self) -> dict[str, Any]:
+        """What an evaluation changes."""
+        return {name: value for name, value in asdict(self).items() if name.startswith("best_")}
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

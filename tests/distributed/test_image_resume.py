@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from largetrain.build import evaluate
+from largetrain.checkpoint.folder import read_facts
 from largetrain.config.world import launch_world
+from largetrain.data.images import BadImage
 from largetrain.errors import ConfigError
-from tests.distributed.tiny_images import resolved_for, train, write_inputs
+from tests.distributed.tiny_images import evaluation_rows, resolved_for, train, write_inputs
 from tests.ranks import run_ranks
 
 WITHOUT_NORM = "model.args={norm: false}"
@@ -54,3 +56,24 @@ def test_evaluation_on_other_classes_is_refused_by_name(tmp_path):
         (folder / "rest").rename(folder / "others")
     message, _ = run_ranks(evaluate_on_other_classes, 1, tmp_path)[0]
     assert "classes of the data was ['bars', 'dots', 'rest'], now ['bars', 'dots', 'others']" in message
+
+
+def fail_to_evaluate_and_go_on(folder):
+    """Runs stopped after an evaluation that found a best, and one whose last evaluation meets a broken file."""
+    sets = ["evaluation={every_steps: 1}", "checkpoints={every_steps: 1, best: top1}"]
+    train(folder, 2, "out", sets=sets)
+    saved = read_facts(folder / "out" / "checkpoints" / "step-00000001")["state"]
+    broken = next((folder / "images" / "val").rglob("*.png"))
+    broken.write_text("no image")
+    with pytest.raises(BadImage):
+        train(folder, 3, "failed", sets=["evaluation.at_end=true", "checkpoints.at_end=true"])
+    return saved
+
+
+def test_an_evaluation_that_fails_costs_no_checkpoint_and_one_that_succeeds_is_remembered(tmp_path):
+    write_inputs(tmp_path)
+    (saved,) = run_ranks(fail_to_evaluate_and_go_on, 1, tmp_path)
+    assert (tmp_path / "failed" / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+    (first, _) = evaluation_rows(tmp_path)
+    assert (saved["step"], saved["best_step"], saved["best_name"]) == (1, 1, "top1")
+    assert saved["best_figure"] == first["top1"]
