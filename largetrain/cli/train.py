@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _evaluate(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
-    from largetrain.build import evaluate
+    from largetrain.compose import evaluate
 
     say = _printer(world)
     figures = evaluate(resolved, world, resume=resume, verbose=verbose, say=say)
@@ -91,7 +91,7 @@ def _printer(world: World) -> Callable[[str], None]:
 
 
 def _train(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
-    from largetrain.build import build
+    from largetrain.compose import build
 
     say = _printer(world)
     built = build(resolved, world, resume=resume, verbose=verbose, say=say)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from largetrain.build import build
+from largetrain.compose import build
 from largetrain.config.load import load
 from largetrain.config.world import launch_world
 from tests.distributed.parity.matrix import cpu_adam_is_built

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from largetrain.build import build
+from largetrain.compose import build
 from largetrain.config.schema import ParametersConfig
 from largetrain.config.world import launch_world
 from largetrain.engine.ddp import DdpBackend, UnusedParametersError

@@ -78,7 +78,7 @@ def initial_weights(folder, sets):
     """Whole fp32 weights before the first update, on this rank."""
     import deepspeed
 
-    from largetrain.build import _backend
+    from largetrain.compose import _backend
     from largetrain.config.load import load
     from largetrain.config.world import launch_world
     from largetrain.data.build import build_data

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from largetrain.build import evaluate
 from largetrain.checkpoint.folder import read_facts
+from largetrain.compose import evaluate
 from largetrain.config.world import launch_world
 from largetrain.data.images import BadImage
 from largetrain.errors import ConfigError

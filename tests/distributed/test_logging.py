@@ -170,7 +170,7 @@ def test_an_epoch_is_as_many_updates_as_announced(tmp_path):
 
 
 def _one_epoch(folder):
-    from largetrain.build import build
+    from largetrain.compose import build
     from largetrain.config.load import load
     from largetrain.config.world import launch_world
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from largetrain.build import AlreadyComplete
+from largetrain.compose import AlreadyComplete
 from largetrain.errors import ConfigError
 from tests.distributed.tiny_run import precision_section, rows_of, train, without_times, write_inputs
 from tests.ranks import run_ranks

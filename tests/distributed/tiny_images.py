@@ -1,4 +1,4 @@
-"""A whole image run, small: a conv net on folders of 8x8 PNGs, composed by `largetrain.build` as the command is."""
+"""A whole image run, small: a conv net on folders of 8x8 PNGs, composed by `largetrain.compose` as the command is."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from largetrain.build import build, evaluate
 from largetrain.callbacks.base import Callback
+from largetrain.compose import build, evaluate
 from largetrain.config.load import load
 from largetrain.config.world import launch_world
 from largetrain.train.state import random_state

@@ -1,4 +1,4 @@
-"""A whole run, small: the built-in decoder on a short text, composed by `largetrain.build` as the command does it."""
+"""A whole run, small: the built-in decoder on a short text, composed by `largetrain.compose` as the command does it."""
 
 import hashlib
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from largetrain.build import build
 from largetrain.callbacks.base import Callback
+from largetrain.compose import build
 from largetrain.config.load import load
 from largetrain.config.world import launch_world
 from largetrain.train.state import random_state

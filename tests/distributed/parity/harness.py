@@ -1,6 +1,6 @@
 """Runs of the `deepspeed` backend on hand-made global batches, next to the same runs of the reference loop.
 
-A run is the decoder, the language-modeling task and the backend, composed as `largetrain.build` composes them, from
+A run is the decoder, the language-modeling task and the backend, composed as `largetrain.compose` composes them, from
 an engine JSON and a run YAML that went through `config.load`. Only the data are made by hand.
 """
 

@@ -160,7 +160,8 @@ def train_on(resolved: Resolved, batches: Sequence[Any], native: bool | None) ->
     if native is not None:
         from largetrain.engine import half_on_cpu
 
-        half_on_cpu.computes_natively = lambda dtype: native  # read when the backend is made; the rank ends with the case
+        # read when the backend is made; the rank ends with the case
+        half_on_cpu.computes_natively = lambda dtype: native
     return train(resolved, batches)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from largetrain.build import model as building
-from largetrain.build.model import choose_backend, make_model, make_task, num_classes, treat_batch_norms
+from largetrain.compose import model as building
+from largetrain.compose.model import choose_backend, make_model, make_task, num_classes, treat_batch_norms
 from largetrain.config.load import load
 from largetrain.data.build import DataInfo
 from largetrain.errors import ConfigError

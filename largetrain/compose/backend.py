@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from largetrain.build.model import Say, make_model, make_task, treat_batch_norms
+from largetrain.compose.model import Say, make_model, make_task, treat_batch_norms
 from largetrain.config.resolved import Resolved
 from largetrain.config.schedule_rules import updates_of
 from largetrain.config.vision_schema import ClassificationRun, SegmentationRun

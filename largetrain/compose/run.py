@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 from largetrain import __version__
-from largetrain.build.backend import AnyBackend, make_backend
-from largetrain.build.model import Say
 from largetrain.callbacks.base import Callback
 from largetrain.callbacks.periodic import Best, Checkpointing, Evaluation, Guard
 from largetrain.callbacks.recorder import Recorder, Sink
@@ -20,6 +18,8 @@ from largetrain.callbacks.sinks import MetricsFile, TensorBoard, Terminal
 from largetrain.checkpoint.folder import read_rng
 from largetrain.checkpoint.manager import CheckpointManager
 from largetrain.checkpoint.resume import SAME, SAME_WEIGHTS, Start, check_fit, decide_start
+from largetrain.compose.backend import AnyBackend, make_backend
+from largetrain.compose.model import Say
 from largetrain.config.ddp_keys import precision_of_ddp
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
