@@ -226,8 +226,8 @@ def _warnings(source: FilePairs, split: str, classes: tuple[str, ...], data: Seg
     """Look at masks spread over the split, before hours are spent on them.
 
     Raises:
-        BadImage: one is wrong and none may be, or all are.
-        ConfigError: none has a labelled pixel.
+        BadImage: one is wrong and none may be.
+        ConfigError: all are wrong, or none has a labelled pixel.
     """
     places = np.unique(np.linspace(0, len(source) - 1, min(len(source), MASKS_LOOKED_AT)).round().astype(int))
     counts, ignored, bad = np.zeros(len(classes), dtype=np.int64), 0, []
@@ -236,8 +236,13 @@ def _warnings(source: FilePairs, split: str, classes: tuple[str, ...], data: Seg
             labels = source.labels(int(place))
         except BadImage as error:
             bad.append(error)
-            if data.on_bad_image == "error" or len(bad) == len(places):
+            if data.on_bad_image == "error":
                 raise
+            if len(bad) == len(places):
+                raise ConfigError(
+                    f"data: none of the {len(places)} masks looked at for {split} (of {len(source)}) can be read; the "
+                    f"last one is {error.path} ({error.reason}). Repair them, or set the key that they do not fit."
+                ) from error
             continue
         valid = labels != IGNORED
         ignored += int((~valid).sum())

@@ -311,8 +311,10 @@ def test_wrong_masks_are_refused_or_left_to_the_loader(tmp_path):
         splits.train[3]
     for index in range(6):
         write_pair(tmp_path / "train", str(index), [[0, 9]])
-    with pytest.raises(BadImage, match="value 9"):  # all of them: nothing would be left
+    # all of them: nothing would be left, and to skip them is no way out
+    with pytest.raises(ConfigError, match=r"none of the 6 masks looked at for training \(of 6\) .*value 9.*") as caught:
         build(tmp_path, classes=3, on_bad_image="skip")
+    assert "on_bad_image" not in str(caught.value)
 
 
 def test_other_sizes_and_damaged_files_are_named(tmp_path):
