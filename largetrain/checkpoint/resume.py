@@ -26,7 +26,7 @@ SAME = {
     "optimizer_type": "optimizer.type",
     "seed": "seed",
     "model": "model",
-    "data": "data (content, tokenizer, split and seq_len)",
+    "data": "data (content, split, and how samples are made of it)",
     "groups": "parameters (backend deepspeed)",
 }
 # what an evaluation needs of it

@@ -43,6 +43,7 @@ HOW_COMPUTED = {
 }
 # keys of the parameters section that sort parameters into groups
 GROUPING = ("lr_factors", "norm_weight_decay", "bias_weight_decay")
+PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -209,13 +210,14 @@ def _agree_on_data(data: DataBundle) -> None:
 def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     """What a checkpoint says of its run beside the counters; compared on resume (`checkpoint/resume`)."""
     engine, batch = resolved.engine, resolved.batch
-    precision = precision_of_ddp(engine)
+    on_ddp = resolved.backend == "ddp"
+    dtype = PRECISIONS[precision_of_ddp(engine)] if on_ddp else str(dtype_of(engine)).removeprefix("torch.")
     return {
         "format": 1,
         "backend": resolved.backend,
         "world_size": dist.get_world_size(),
-        "zero_stage": stage_of(engine) if resolved.backend == "deepspeed" else 0,
-        "dtype": str(dtype_of(engine)).removeprefix("torch.") if resolved.backend == "deepspeed" else precision,
+        "zero_stage": 0 if on_ddp else stage_of(engine),
+        "dtype": dtype,
         "batch": {
             "micro_batch": batch.micro_batch,
             "gradient_accumulation_steps": batch.gradient_accumulation_steps,

@@ -65,6 +65,8 @@ def backend_problems(run: RunConfig, document: Document, backend: str | None, wo
     if isinstance(shared, int) and world.world_size % shared:
         text = f"{shared} does not divide the {world.world_size} ranks ({world.source}); write a divisor, or all."
         found.append((("sync_batch_norm_ranks",), text))
+    if shared == 1 and isinstance(shared, int):
+        found.append((("sync_batch_norm_ranks",), "1 shares nothing; write sync_batch_norm: off instead."))
     if shared != "all" and run.sync_batch_norm in ("off", False):
         found.append((("sync_batch_norm_ranks",), "has no effect with sync_batch_norm: off; remove one of them."))
     return [document.problem(path, text) for path, text in found]

@@ -7,7 +7,7 @@ Imports neither torch nor deepspeed.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 STRICT = ConfigDict(
     extra="forbid",
@@ -191,9 +191,9 @@ class ScheduleConfig(Section):
 class ParametersConfig(Section):
     """What differs between parameters, beside the engine JSON's optimizer."""
 
-    norm_weight_decay: NonNegativeFloat | None = None
+    norm_weight_decay: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     """Weight decay of normalisation layers' parameters; absent: the optimizer's."""
-    bias_weight_decay: NonNegativeFloat | None = None
+    bias_weight_decay: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
     """Weight decay of biases; absent: the optimizer's."""
     lr_factors: dict[str, Annotated[float, Field(ge=0.0, le=1e6)]] = {}
     """Parameter name prefix, such as `backbone` or `classifier`, -> factor on the learning rate; 0 freezes. The longest

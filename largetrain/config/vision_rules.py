@@ -21,6 +21,7 @@ LAYOUTS = {
     "mnist": os.path.join("MNIST", "raw"),
     "fashionmnist": os.path.join("FashionMNIST", "raw"),
 }
+SMALLEST_ALPHA = 0.01  # below, the Beta distribution of mixing gives 0 or 1 only, and then not even that
 VALIDATION_NAMES = ("val", "valid", "validation")
 
 
@@ -169,6 +170,9 @@ def _augment_clashes(augment: AugmentConfig, given: set[str]) -> Iterator[tuple[
     for key, crop in needs.items():
         if key in given and augment.crop != crop:
             yield key, f"has no effect with data.augment.crop={augment.crop}; it is for `{crop}`. Remove one of them."
+    for key in ("mixup", "cutmix"):
+        if 0.0 < getattr(augment, key) < SMALLEST_ALPHA:
+            yield key, f"{getattr(augment, key):g} mixes nothing; write 0, or at least {SMALLEST_ALPHA}."
     if "magnitude" in given and augment.policy != "randaugment":
         yield (
             "magnitude",

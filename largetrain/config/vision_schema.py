@@ -69,9 +69,9 @@ class AugmentConfig(Section):
     """Strength of brightness, contrast and saturation changes."""
     random_erasing: Probability = 0.0
     """Chance that a rectangle is erased."""
-    mixup: NonNegativeFloat = 0.0
+    mixup: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Alpha of mixup; 0 is off."""
-    cutmix: NonNegativeFloat = 0.0
+    cutmix: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Alpha of cutmix; 0 is off. With mixup as well, each micro-batch draws one of the two."""
     repeats: Annotated[int, Field(ge=1, le=100)] = 1
     """Repeated augmentation (Hoffer et al. 2020): so many differently augmented copies of a sample in a row; an epoch

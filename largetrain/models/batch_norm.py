@@ -226,10 +226,12 @@ def batch_norm_report(
     over = f"synchronised over {sharing} ranks" if sharing > 1 else "of each rank alone"
     lines = [f"batch norm: {_sizes(sites, images)}; statistics {over}, {_images(images)} each"]
     lines += _risks(sites or [], images, micro_batch * world_size * accumulation, accumulation)
-    if world_size > 1 and sharing == 1:
+    if sharing < world_size:
+        apart = f"{world_size} ranks" if sharing == 1 else f"{world_size // sharing} groups of ranks"
+        way_out = "sync_batch_norm: on keeps" if sharing == 1 else "sync_batch_norm_ranks: all keeps"
         lines.append(
-            f"batch norm: the running statistics of {world_size} ranks drift apart; they are averaged before each "
-            "evaluation and checkpoint. sync_batch_norm: on keeps them equal"
+            f"batch norm: the running statistics of {apart} drift apart; they are averaged before each evaluation and "
+            f"checkpoint. {way_out} them equal"
         )
     return lines
 

@@ -20,7 +20,7 @@ from largetrain.config.prefixes import fits, no_fit
 from largetrain.config.target import check_arguments, load_target
 from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
 from largetrain.errors import ConfigError
-from largetrain.models.batch_norm import freeze_batch_norms, set_momentum
+from largetrain.models.batch_norm import count_layers, freeze_batch_norms, set_momentum
 from largetrain.models.build import check_trainable, model_from_target
 from largetrain.models.vision_recompute import recompute_stages
 from largetrain.models.vision_weights import is_file_name, load_backbone, load_pretrained
@@ -68,6 +68,8 @@ def build_vision_model(run: VisionRun, num_classes: int, say: Callable[[str], No
     _freeze(model, config.freeze, say)
     if config.batch_norm_momentum is not None:
         set_momentum(model, config.batch_norm_momentum)
+    if config.freeze_batch_norm and count_layers(model).live_batch_norms == 0:
+        raise ConfigError("model.freeze_batch_norm: the model has no batch norm; remove it.")
     if config.freeze_batch_norm:
         freeze_batch_norms(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

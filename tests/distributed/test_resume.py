@@ -122,7 +122,7 @@ def test_another_number_of_ranks_is_refused_with_both_numbers(run):
 
 def test_other_data_are_refused(run):
     (run / "other.txt").write_text("something else entirely " * 60)
-    with pytest.raises(ConfigError, match=r"data \(content, tokenizer, split and seq_len\) was \w+, now \w+"):
+    with pytest.raises(ConfigError, match=r"data \(content, split, and how samples are made of it\) was \w+, now \w+"):
         run_ranks(resume_with, 2, run, [f"data.source={run / 'other.txt'}"])
 
 

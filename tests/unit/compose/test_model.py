@@ -163,7 +163,12 @@ def test_ranks_that_share_statistics(sets, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("shared", [1, 2, "all", "node"])
+def test_a_rank_alone_shares_nothing():
+    with pytest.raises(ConfigError, match="sync_batch_norm_ranks: 1 shares nothing; write sync_batch_norm: off"):
+        resolved("sync_batch_norm_ranks=1")
+
+
+@pytest.mark.parametrize("shared", [2, "all", "node"])
 def test_numbers_and_names_of_ranks_are_accepted(shared):
     assert resolved(f"sync_batch_norm_ranks={shared}").run.sync_batch_norm_ranks == shared
 

@@ -156,3 +156,10 @@ def test_an_image_run_needs_an_optimizer_of_its_own(tmp_path):
         load(str(engine), str(run))
     run.write_text(run.read_text() + "engine: {optimizer: {type: SGD, params: {lr: 0.1}}}\n")
     assert load(str(engine), str(run)).engine["optimizer"]["type"] == "SGD"
+
+
+@pytest.mark.parametrize("key", ["mixup", "cutmix"])
+def test_an_alpha_that_mixes_nothing_is_refused(key):
+    (path, text), *rest = data_problems(ClassificationData(source="digits", augment={key: 1e-300}))
+    assert path == ("data", "augment", key) and not rest
+    assert text == "1e-300 mixes nothing; write 0, or at least 0.01."

@@ -202,6 +202,8 @@ def test_report_of_groups_of_ranks_and_of_unknown_maps():
         "batch norm: map sizes unknown (the model does not run on the meta device); "
         "statistics synchronised over 2 ranks, 16 images each",
         "batch norm: with 2 micro-batches per update, statistics are of 16 images, not of the global batch of 64",
+        "batch norm: the running statistics of 2 groups of ranks drift apart; they are averaged before each evaluation "
+        "and checkpoint. sync_batch_norm_ranks: all keeps them equal",
     ]
     assert batch_norm_report([], 2, 8, 2, synchronised=True) == []
     assert "1,024 values per channel" in batch_norm_report([WIDE], 1, 1, 1, synchronised=False)[0]
