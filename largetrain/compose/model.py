@@ -16,7 +16,6 @@ from largetrain.errors import ConfigError
 from largetrain.models.batch_norm import LayerCounts, batch_norm_report, batch_norm_sites, count_layers, wants_sync
 from largetrain.models.build import build_model
 from largetrain.parallel.groups import batch_norm_group
-from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 from largetrain.tasks.base import Task
 from largetrain.tasks.classification import Classification
 from largetrain.tasks.language_modeling import LanguageModeling
@@ -149,6 +148,9 @@ def treat_batch_norms(model: nn.Module, resolved: Resolved, images_shape: Any, l
     if sync and world_size > 1:
         group = batch_norm_group(run.sync_batch_norm_ranks, local_world_size)
         sharing = dist.get_world_size(group)
+        # here: it brings torch's compiler along, which a run on text is spared
+        from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
+
         convert_sync_batch_norm(model, group)
     say(f"sync_batch_norm: {'on' if sync else 'off'} ({why})")
     for line in batch_norm_report(

@@ -12,6 +12,7 @@ from largetrain.config.load import load
 from largetrain.data.build import DataInfo
 from largetrain.errors import ConfigError
 from largetrain.models.batch_norm import count_layers, freeze_batch_norms
+from largetrain.parallel import sync_batch_norm
 from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 from largetrain.tasks.classification import Classification
 from largetrain.tasks.segmentation import Segmentation
@@ -242,7 +243,7 @@ def said_of(run, monkeypatch, shape=(3, 8, 8), net=None):
     """Whether the batch norm was converted, and the lines."""
     net = net or batch_norm_net()
     converted, lines = [], []
-    monkeypatch.setattr(building, "convert_sync_batch_norm", lambda model, group: converted.append(group))
+    monkeypatch.setattr(sync_batch_norm, "convert_sync_batch_norm", lambda model, group: converted.append(group))
     monkeypatch.setattr(building, "batch_norm_group", lambda count, local: ("group", count, local))
     treat_batch_norms(net, run, shape, 2, lines.append)
     return converted, lines
