@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torchvision.models import resnet18
 
 from largetrain.config.schema import ParametersConfig
 from largetrain.config.world import launch_world
 from largetrain.engine.ddp import DdpBackend
 from largetrain.engine.environment import prepare
+from largetrain.models.vision_recompute import recompute_stages
 from largetrain.optim.groups import parameter_groups
 from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 from largetrain.tasks.classification import Classification
@@ -114,3 +116,24 @@ def test_plain_batch_norm_is_another_net():
     outcome = run_ranks(rank_runs, 2, batches, [torch.float64], 1, "SGD", {}, False)[0][0][1]
     expected = reference_run(batches, torch.float64, 1, "SGD", {})[1]
     assert max(float((outcome[name] - expected[name]).abs().max()) for name in outcome) > 1e-2
+
+
+def recomputed_run(recomputed):
+    device = join()
+    torch.manual_seed(5)
+    net = convert_sync_batch_norm(resnet18(num_classes=CLASSES), None)
+    if recomputed:
+        assert recompute_stages(net)
+    backend = backend_for(net, OPTIMIZERS["SGD"][0], 2, device)
+    torch.manual_seed(torch.distributed.get_rank())
+    stream = ({"images": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 2])} for _ in range(4))
+    losses = [float(backend.train_step(stream).loss) for _ in range(2)]
+    return losses, net.state_dict()
+
+
+def test_recomputed_stages_change_no_bit():
+    """Recomputing exchanges statistics anew, in the backward pass: the same numbers, and counted once."""
+    plain, recomputed = (run_ranks(recomputed_run, 2, choice, timeout=90) for choice in (False, True))
+    for (losses, state), (others, other_state) in zip(plain, recomputed, strict=True):
+        assert losses == others
+        assert all(torch.equal(value, other_state[name]) for name, value in state.items())

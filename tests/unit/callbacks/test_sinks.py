@@ -5,7 +5,10 @@ import json
 import os
 import pty
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from largetrain.callbacks.sinks import MetricsFile, TensorBoard, Terminal
 
@@ -112,3 +115,32 @@ def test_a_terminal_has_a_live_line():
     assert "loss 2.5000" in seen
     # a message stands on a line of its own, above the live one
     assert any(line.strip("\r ") == "update skipped" for part in seen.split("\n") for line in part.split("\r"))
+
+
+def test_predictions_are_drawn_into_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path)
+    sink.start(0)
+    picture = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    picture[0, :, 3:] = 255
+    sink.picture(7, picture)
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (drawn,) = events.Images("eval/predictions")
+    assert (drawn.step, drawn.width, drawn.height) == (7, 6, 4)
+    pixels = np.asarray(Image.open(io.BytesIO(drawn.encoded_image_string)))
+    assert np.array_equal(pixels, picture.permute(1, 2, 0).numpy())
+
+
+def test_an_image_row_shows_images_and_the_figures_of_all_classes_together():
+    stream = io.StringIO()
+    terminal = Terminal(9, stream)
+    trained = row(3, pixels=100, pixels_per_s=50.0, images_per_s=12.0)
+    del trained["tokens"], trained["tokens_per_s"]
+    terminal.write([trained])
+    terminal.write([{"step": 3, "time": 1.0, "eval/miou": 41.5, "eval/iou/cat": 10.0, "eval/ema_pixels": 9.0}])
+    training, evaluation = stream.getvalue().splitlines()
+    assert "12 images/s" in training and "tokens" not in training
+    assert evaluation.endswith("validation: miou 41.5000")
