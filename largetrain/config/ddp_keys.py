@@ -54,7 +54,7 @@ def ddp_notes(engine: Document) -> list[str]:
         named = f"ZeRO stage {stage}" + (f" and {', '.join(offload)}" if offload else "")
         notes.append(
             f"backend ddp: {named} ({engine.origin(('zero_optimization',))}) has no effect, every rank holds the whole "
-            f"model and optimizer; all other keys of the engine JSON are read"
+            f"model and optimizer"
         )
     idle = [dotted(path) for path in _idle(engine)]
     if idle:
