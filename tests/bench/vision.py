@@ -30,7 +30,7 @@ from tests.bench.vision_report import Comparison, StepTimes, loader_lines, loade
 
 PARTS = ("steps", "loader")
 IMAGE_SIZE, SEED = 64, 1234
-MICRO_BATCHES = {"resnet18": 8, "resnet50": 4}
+MICRO_BATCHES = {"resnet18": 32, "resnet50": 4}
 """Sizes at which an update takes some tenths of a second on one core."""
 KINDS = {"ours": "largetrain", "bare": "bare DDP", "tuned": "tuned DDP", "sync": "largetrain SyncBN"}
 LOADER_BATCH, SPARE_BATCHES = 32, 8
