@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from largetrain.parallel.sync_batch_norm import (
     Synchronised,
     convert_sync_batch_norm,
 )
+from largetrain.parallel.sync_statistics import MANY, _local_statistics
 
 
 def converted(model: nn.Module) -> nn.Module:
@@ -134,3 +136,20 @@ def test_a_subclass_with_arithmetic_of_its_own_is_refused_when_it_runs():
     model = converted(nn.Sequential(nn.Identity(), ByHand(3)))
     with pytest.raises(ConfigError, match="ByHand at '1' computes its statistics without torch's batch_norm"):
         model(torch.randn(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize(("centre", "spread"), [(0.0, 1.0), (1e4, 1e-2), (-300.0, 5.0)])
+def test_statistics_of_large_maps_are_exact_to_rounding(centre, spread):
+    """fp32 values far from zero with a small spread: what is subtracted is exact, so the error stays that of the sums.
+
+    Sums of 8,192 terms in fp32: 6 sqrt(2 x 8192 / 3) u = 2.6e-5 of a standard deviation, and of the variance.
+    """
+    x = (centre + spread * torch.randn(8, 5, 32, 32, dtype=torch.float64)).float()
+    count, mean, var = _local_statistics(x)
+    exact = x.double()
+    assert float(count) == 8 * 32 * 32 >= MANY
+    deviation = exact.std((0, 2, 3), correction=0)
+    bound = 6 * math.sqrt(2 * 8192 / 3) * 2.0**-24
+    # the mean itself is rounded to fp32 once more
+    assert ((mean - exact.mean((0, 2, 3))).abs() <= bound * deviation + abs(centre) * 2.0**-23).all()
+    assert ((var / deviation.square() - 1).abs() <= bound).all()
