@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("sets", nargs="*", metavar="KEY=VALUE", help="further --set values for all three runs")
     options = parser.parse_args()
-    plain = [f"model.target={TARGET}", "sync_batch_norm=off"]
+    plain = [f"model={{target: '{TARGET}', batch_norm_momentum: 0.1}}", "sync_batch_norm=off"]
     runs = {
         f"one process, {options.ranks} images": (1, options.ranks, []),
         f"{options.ranks} ranks x 1 image, SyncBN": (options.ranks, 1, []),
