@@ -23,7 +23,7 @@ IMAGENET_EXAMPLE = (
     "--dummy"
 ).split()
 LAUNCHERS = "--num_gpus --hostfile --master_addr --module --include --nproc-per-node --local_rank --local-rank".split()
-TOOLS = "--logdir --rounds --count".split()
+TOOLS = "--logdir --rounds --count --parts --models --warm".split()
 
 
 def exists(key: str) -> bool:
