@@ -11,6 +11,7 @@ EXIT_DONE = 0
 EXIT_INTERNAL = 1
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 3
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, start again with --resume auto
 EXIT_INTERRUPTED = 130
 
 
@@ -50,4 +51,17 @@ class DivergedError(LargetrainError):
     """Too many updates in a row were skipped for non-finite loss or gradients."""
 
     exit_code = EXIT_DIVERGED
+    on_all_ranks = True
+
+
+class PreemptedError(LargetrainError):
+    """The run was asked to stop, has written a checkpoint and wants to be started again with `--resume auto`."""
+
+    exit_code = EXIT_PREEMPTED
+    on_all_ranks = True
+
+
+class CheckpointError(LargetrainError):
+    """A checkpoint could not be written or read; raised on all ranks together, earlier checkpoints are intact."""
+
     on_all_ranks = True

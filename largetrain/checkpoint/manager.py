@@ -25,13 +25,9 @@ from largetrain.checkpoint.folder import (
     step_folder,
     step_of,
 )
-from largetrain.errors import LargetrainError
+from largetrain.errors import CheckpointError
 
 
-class CheckpointError(LargetrainError):
-    """A checkpoint could not be written; raised on all ranks together, earlier checkpoints are intact."""
-
-    on_all_ranks = True
 
 
 class CheckpointManager:

@@ -132,8 +132,17 @@ class CheckpointsConfig(Section):
     """The same in passes over the training data; give one of the two."""
     at_end: bool = True
     """Write one after the last update."""
+    every_minutes: PositiveFloat | None = None
+    """Also write one when so many minutes have passed since the last."""
+    asynchronous: bool = True
+    """Write in the background: training stops only while the state is copied to host memory, of which it takes as much
+    again. The last one, and one on a signal, are waited for."""
     keep_last: CountOrNone = 2
     """Newest checkpoints of this run to keep; 0 keeps all."""
+    keep_every_steps: CountOrNone = 0
+    """Checkpoints whose step is a multiple of this are never deleted; 0: none for this reason."""
+    milestones: list[Count] = []
+    """Updates after which a checkpoint is written and never deleted."""
     best: str | None = None
     """Figure of the evaluation, such as `top1`, `miou` or `loss`, whose best value is kept: a checkpoint is written at
     each new best, `checkpoints/best` names it, and it is never deleted. Of `loss` and `perplexity` the smallest is
@@ -226,6 +235,15 @@ class RunConfig(Section):
     """Optimizer updates to run; give this or `epochs`. Neither: 300 steps."""
     epochs: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
     """Passes over the training data instead of `steps`."""
+    max_minutes: PositiveFloat | None = None
+    """Stop with a checkpoint and exit code 75 so many minutes after the process started, for a job with a time limit;
+    leave time to write it. `--resume auto` goes on."""
+    init_from: str | None = None
+    """Weights to begin with, at update 0 with a fresh optimizer: a checkpoint or run of ours, a .safetensors file, a
+    PyTorch file of a state_dict, or a folder with a Hugging Face GPT-2 or Llama model. A resumed run has its own."""
+    init_missing: list[str] = []
+    """Prefixes of parameter names that `init_from` may lack or have in another shape, such as a new `classifier`; they
+    keep their random values. Any other difference is an error."""
     output: str | None = None
     """Output folder; absent: `runs/<name>-<time>/`."""
     backend: Literal["auto", "deepspeed", "ddp"] = "auto"
