@@ -1,17 +1,18 @@
-"""Reading checkpoint folders: which are complete, which one `--resume` means, what they hold. No process group."""
+"""Folders of checkpoints: which are complete, which one `--resume` means, where pointers point. No torch."""
 
-import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
+from largetrain.checkpoint.manifest import STEP_NAME, regular_size
+from largetrain.checkpoint.verify import facts_of, problem_of
+from largetrain.errors import CheckpointError, ConfigError
 
-from largetrain.errors import ConfigError
-
-MANIFEST = "manifest.json"
-BEST_RECORD = "best.json"  # beside what the manifest vouches for: the evaluation comes after the checkpoint
-STEP_NAME = re.compile(r"step-(\d{8,})")
+PARTIAL = "partial-"
+ABANDONED = "abandoned-"
+PARTIAL_NAME = re.compile(PARTIAL + STEP_NAME.pattern, re.ASCII)
+LONGEST_POINTER_BYTES = 100
 
 
 def step_folder(step: int) -> str:
@@ -26,11 +27,6 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
-def rng_file(checkpoint: Path, rank: int) -> Path:
-    """Where `rank` keeps its random generators."""
-    return checkpoint / "rng" / f"rank-{rank:05d}.pt"
-
-
 def all_checkpoints(folder: Path) -> list[Path]:
     """Folders of `folder` that are named like checkpoints, complete or not, in order of steps."""
     return sorted((path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name)), key=step_of)
@@ -42,41 +38,38 @@ def newer_than(folder: Path, step: int) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of `folder` whose manifest is there and true, oldest first."""
+    """Checkpoints of `folder` with a true manifest whose files are all there, oldest first; contents are not read."""
     return [path for path in all_checkpoints(folder) if problem_of(path) is None]
 
 
-def problem_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint folder, in words, or None when every file of its manifest is whole."""
+def leftovers(folder: Path) -> list[Path]:
+    """What saves and prunings that were killed have left in `folder`; nothing that somebody else put there."""
+    return sorted(
+        path
+        for path in folder.glob(f"{PARTIAL}*")
+        if PARTIAL_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    )
+
+
+def pointed_at(pointer: Path) -> Path | None:
+    """The checkpoint beside a pointer file that it names; None without one that is there."""
     try:
-        sizes = json.loads((checkpoint / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        there = "is not a complete checkpoint" if checkpoint.is_dir() else "is not there"
-        return f"{checkpoint} {there} ({MANIFEST} is missing)"
-    except (OSError, ValueError) as error:
-        return f"{checkpoint / MANIFEST} cannot be read ({error})"
-    if not isinstance(sizes, dict) or not {"run.json"} <= sizes.keys():
-        return f"{checkpoint / MANIFEST} is not a manifest"
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes, {size} were written"
-    return None
+        if regular_size(pointer) > LONGEST_POINTER_BYTES:
+            return None
+        name = pointer.read_bytes().decode("ascii", errors="replace").strip()
+    except (OSError, CheckpointError):
+        return None
+    named = pointer.with_name(name) if STEP_NAME.fullmatch(name) else None
+    return named if named is not None and named.is_dir() and not named.is_symlink() else None
 
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `best` names in a `checkpoints/` folder; None without one that is there."""
-    pointer = folder / "best"
-    if not pointer.is_file():
-        return None
-    named = folder / pointer.read_text().strip()
-    return named if named.parent == folder and STEP_NAME.fullmatch(named.name) and named.is_dir() else None
+    return pointed_at(folder / "best")
 
 
 def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that `--resume` means, and one line for each newer one that is passed over.
+    """The checkpoint that `--resume` means, read whole and found true, and one line for each newer one passed over.
 
     Args:
         resume: "auto" (newest complete one of `output`, None when there is none), "best" (the one that the run's best
@@ -89,46 +82,42 @@ def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
         best = best_checkpoint(output / "checkpoints")
         if best is None:
             raise ConfigError(f"--resume best: {output / 'checkpoints'} names no best checkpoint (checkpoints.best)")
-        if problem := problem_of(best):
-            raise ConfigError(f"--resume best: {problem}. Give another checkpoint, or --resume auto")
-        return best, []
-    if resume != "auto":
-        given = Path(resume)
-        if STEP_NAME.fullmatch(given.absolute().name):
-            if problem := problem_of(given):
-                raise ConfigError(f"--resume {resume}: {problem}. Give another checkpoint, or --resume auto")
-            return given, []
-        folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
-    else:
-        folder = output / "checkpoints"
-    whole = complete_checkpoints(folder)
-    newest = whole[-1] if whole else None
-    skipped = [
-        problem for path in newer_than(folder, step_of(newest) if newest else -1) if (problem := problem_of(path))
-    ]
-    if newest is None and resume != "auto":
+        return _whole("best", best), []
+    if resume == "auto":
+        return _newest(output / "checkpoints")
+    given = Path(resume)
+    if STEP_NAME.fullmatch(given.absolute().name) or os.path.lexists(given / "manifest.json"):
+        return _whole(resume, given), []
+    found, skipped = _newest(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
+    if found is None:
         raise ConfigError([f"--resume {resume}: no complete checkpoint there", *skipped])
-    return newest, skipped
+    return found, skipped
+
+
+def _whole(resume: str, checkpoint: Path) -> Path:
+    if problem := problem_of(checkpoint, contents=True):
+        raise ConfigError(f"--resume {resume}: {problem}. Give another checkpoint, or --resume auto")
+    return checkpoint
+
+
+def _newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of `folder`, and what is wrong with newer ones, oldest first."""
+    skipped: list[str] = []
+    for path in reversed(all_checkpoints(folder)):
+        problem = problem_of(path, contents=True)
+        if problem is None:
+            return path, skipped
+        skipped.insert(0, problem)
+    return None, skipped
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
-    """`run.json` of a checkpoint, its `state` with what an evaluation after it found (`BEST_RECORD`).
+    """`run.json` of a checkpoint, its `state` with what an evaluation after it found.
 
     Raises:
-        ConfigError: it is not what `CheckpointManager.save` wrote.
+        ConfigError: it is not what was written.
     """
-    path = checkpoint / "run.json"
     try:
-        facts: dict[str, Any] = json.loads(path.read_bytes())
-        path = checkpoint / BEST_RECORD
-        if path.is_file():
-            facts["state"].update(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--resume {checkpoint}: {path} cannot be read ({error}). Give another checkpoint") from error
-    return facts
-
-
-def read_rng(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """The random generators that `rank` saved; tensors and plain types only, nothing else is unpickled."""
-    rng: dict[str, Any] = torch.load(rng_file(checkpoint, rank), weights_only=True)
-    return rng
+        return facts_of(checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"--resume {checkpoint}: {error}. Give another checkpoint") from error

@@ -1,186 +1,371 @@
-"""Checkpoints of a run: written aside, confirmed by every rank, published by one rename.
+"""Checkpoints of a run: copied to host memory, written in the background, published by one rename, or not at all.
 
-A checkpoint is a folder `step-00000010/` with the backend's files, `run.json` (counters and facts of the
-run), `rng/rank-00000.pt` (random generators of each rank) and `manifest.json` (every file with its size,
-written last). A folder without a manifest whose files are all there is never resumed from.
+Training waits for the copy alone. A thread on every rank writes that rank's files; the ranks' threads report to one
+another, and rank 0's publishes the checkpoint when all have succeeded. What went wrong is known to all ranks alike.
 """
 
-import json
-import os
+import io
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from largetrain.checkpoint.folder import (
-    BEST_RECORD,
-    MANIFEST,
-    best_checkpoint,
-    complete_checkpoints,
-    newer_than,
-    rng_file,
-    step_folder,
-    step_of,
-)
-from largetrain.errors import CheckpointError
+from largetrain.checkpoint.faults import fault
+from largetrain.checkpoint.folder import PARTIAL, leftovers, step_folder
+from largetrain.checkpoint.manifest import FileRecord
+from largetrain.checkpoint.reports import Reports, shortened
+from largetrain.checkpoint.retention import Retention, remove, superfluous
+from largetrain.checkpoint.space import lacking, room_at_start
+from largetrain.checkpoint.staging import Staging, plan
+from largetrain.checkpoint.writer import facts_bytes, point, prepare, publish, write_best, write_rank
+from largetrain.errors import CheckpointError, ConfigError
+from largetrain.parallel.pieces import Snapshot
+
+MOST_FAILURES = 2
+NOTICEABLE_S = 1.0
+PATIENCE_S = 10.0  # for a write under way when the run ends in failure; launchers kill after 30
 
 
+class _Failed(Exception):
+    """A rank could not do its part; the same on all ranks."""
+
+
+class _GivenUp(Exception):
+    """The process ends."""
+
+
+@dataclass
+class _Job:
+    """One checkpoint on its way to the disk."""
+
+    step: int
+    final: Path
+    pieces: list[bytes | memoryview]
+    """Header and data of this rank's file; empty without pieces."""
+    own: bytes = b""
+    facts: bytes = b""
+    problem: str | None = None
+    """Why this rank has nothing to write."""
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: str | None = None
+    """Why it was not written; the same on all ranks, once done."""
+    lost: BaseException | None = None
+    """What kept this rank from hearing of the others."""
+    notes: list[str] = field(default_factory=list)
+    published: bool = False
+    best: dict[str, Any] | None = None
+    """The record of `mark_best` that came before it was published."""
+    told: bool = False
+    counted: bool = False
 
 
 class CheckpointManager:
-    """Saves into and prunes one run's `checkpoints/` folder; every method is called on all ranks.
+    """Saves into and prunes one run's `checkpoints/` folder. Made on all ranks together.
 
     Args:
         folder: the run's `checkpoints/`, on a file system that all ranks share.
-        keep_last: newest checkpoints to keep; 0 keeps all.
-        write_parts: writes the backend's files of this rank into the given folder. It may raise OSError or
-            RuntimeError (torch.save on a full disk) on one rank alone, if it leaves no peer waiting.
+        run_id: the run's; checkpoints of another are never pruned.
+        asynchronous: write in the background; else `save` returns when the checkpoint is written.
+        tell: prints a line on rank 0.
+        timeout_s: how much later than the first rank the last may be done with writing; absent: torch's 30 minutes.
     """
 
-    def __init__(self, folder: Path, keep_last: int, write_parts: Callable[[Path], None]):
-        self.folder, self.keep_last, self.write_parts = folder, keep_last, write_parts
-        self.rank = dist.get_rank()
-        self._saved_step: int | None = None
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        *,
+        run_id: str,
+        asynchronous: bool = True,
+        tell: Callable[[str], None] = lambda line: None,
+        timeout_s: float | None = None,
+    ):
+        self.folder, self.retention, self.run_id = folder, retention, run_id
+        self.asynchronous, self.tell = asynchronous, tell
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.rank == 0:
+            self._clear()
+        self._reports = Reports(timeout_s)
+        self._staging = Staging()
+        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._failures = 0
+        self._unmarked: tuple[Path, dict[str, Any]] | None = None
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # between mark_best and the publishing thread
 
-    def save(self, step: int, facts: dict[str, Any], rng: dict[str, Any]) -> Path:
-        """Write the checkpoint after `step` updates and return its folder; a second call at that step does nothing.
+    # ------------------------------------------------------------ the training thread
+
+    def save(self, step: int, facts: dict[str, Any], snapshot: Callable[[], Snapshot], *, wait: bool = False) -> Path:
+        """Copy the run's state and have it written as the checkpoint after `step` updates; returns its folder.
+
+        A collective. Waits until the checkpoint before is written. A second call at a step does nothing, unless it is
+        to wait and the first has failed. One failure is told, by `poll`, and the next checkpoint tries again.
 
         Args:
             facts: plain JSON types, equal on all ranks.
-            rng: this rank's `random_state`.
+            snapshot: called at once, on all ranks; its tensors may change as soon as `save` returns.
+            wait: return when the checkpoint is on the disk.
 
         Raises:
-            CheckpointError: a rank could not write; earlier checkpoints are untouched.
+            CheckpointError: on all ranks: the second write in a row failed, or this one did, which was waited for.
+                Earlier checkpoints are untouched.
+            RuntimeError: another rank is gone.
         """
         final = self.folder / step_folder(step)
-        if step == self._saved_step:
+        repeated = self._job is not None and self._job.step == step
+        if repeated and not wait:
             return final
-        partial = self.folder / f"partial-{final.name}"
-        self._together(final, lambda: self._clear(partial), only=0)
+        failure = self._settle(f"step {step}: ")
+        if repeated and failure is None:
+            return final
+        self._start(step, final, facts, snapshot())
+        if wait or not self.asynchronous:
+            failure = self._settle()
+            if wait and failure is not None:
+                raise self._error(failure)
+        return final
+
+    def poll(self) -> None:
+        """Tell of what the background has come to, once; after every update. No collective."""
+        job = self._job
+        if job is None or job.told or not job.done.is_set():
+            return
+        job.told = True
+        for note in job.notes:
+            self.tell(note)
+        if job.failure is not None or job.lost is not None:
+            self.tell(
+                f"checkpoint step {job.step} could not be written: {job.failure or job.lost}; the previous ones are "
+                f"intact; trying again at the next checkpoint"
+            )
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written. A collective.
+
+        Raises:
+            CheckpointError: on all ranks: it could not be.
+            RuntimeError: another rank is gone.
+        """
+        failure = self._settle()
+        if failure is not None:
+            raise self._error(failure)
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """End the background thread when the run has ended in whatever way; no collective.
+
+        A write under way gets `patience_s` seconds to end well; it does not when another rank is gone.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join(patience_s)
+            self._closing.set()
+            thread.join(patience_s)
+        self.poll()
+        if thread is None or not thread.is_alive():
+            self._job = None  # lets go of the memory
+            self._staging.close()
+
+    def mark_best(self, checkpoint: Path, record: dict[str, Any]) -> None:
+        """Let `best` name this checkpoint, which is not pruned from now on; the one before it may be. No collective.
+
+        Args:
+            checkpoint: one that `save` returned; marked when it is written, if it is not yet.
+            record: values of the run's state that the evaluation changed; a run that is resumed from here has them.
+        """
+        if self.rank != 0:
+            return
+        with self._lock:
+            job = self._job
+            if job is not None and job.final == checkpoint and not job.published:
+                job.best = record
+                return
+            self._unmarked = (checkpoint, record)
+            note = self._mark()
+        if note is not None:
+            self.tell(note)
+
+    def check_room(self, own_bytes: int) -> None:
+        """See whether the disk has room for what is to be kept; tells if it has not. A collective.
+
+        Args:
+            own_bytes: about what this rank will write of each checkpoint.
+
+        Raises:
+            ConfigError: on all ranks: there is not room for one.
+        """
+
+        def going() -> None:
+            """Nothing ends this wait but the timeout."""
+
+        needed = sum(report["bytes"] for report in self._reports.exchange({"bytes": own_bytes}, going))
+        problem = None
+        if self.rank == 0:
+            try:
+                if warning := room_at_start(self.folder, needed, self.retention):
+                    self.tell(warning)
+            except (ConfigError, OSError) as error:
+                problem = shortened(str(error))
+        problem = self._reports.exchange({"problem": problem}, going)[0]["problem"]
+        if problem is not None:
+            raise ConfigError(problem, on_all_ranks=True)
+
+    def _settle(self, prefix: str = "") -> str | None:
+        """Wait for the write under way; returns why it failed, which is counted once. The same on all ranks."""
+        job = self._job
+        if job is None:
+            return None
+        begin = time.monotonic()
+        job.done.wait()
+        waited = time.monotonic() - begin
+        if prefix and waited > NOTICEABLE_S:
+            self.tell(
+                f"{prefix}training waited {waited:.1f} s until the checkpoint of step {job.step} was written "
+                f"(checkpoints.every_steps: larger intervals would spare that)"
+            )
+        self.poll()
+        if job.lost is not None:
+            raise job.lost
+        if not job.counted:
+            job.counted = True
+            self._failures = 0 if job.failure is None else self._failures + 1
+            if self._failures >= MOST_FAILURES:
+                raise self._error(job.failure)
+        return job.failure
+
+    def _error(self, failure: str | None) -> CheckpointError:
+        assert self._job is not None
+        return CheckpointError(
+            f"checkpoint {self._job.final} could not be written ({failure}). Earlier checkpoints are intact: make "
+            f"room or mend the file system, then go on with --resume"
+        )
+
+    def _start(self, step: int, final: Path, facts: dict[str, Any], snapshot: Snapshot) -> None:
+        """Copy what is to be written and let the thread go; what fails here is reported by it."""
+        job = _Job(step, final, [])
         try:
-            self._together(final, lambda: self._write(partial, rng))
-            self._together(final, lambda: self._publish(partial, final, facts), only=0)
-        except CheckpointError:
+            own = io.BytesIO()
+            torch.save(snapshot.own, own)
+            planned = plan(snapshot.pieces)
+            data = self._staging.fill(planned)
+            job.pieces = [planned.header, data] if planned.pieces else []
+            job.own = own.getvalue()
+            job.facts = facts_bytes(facts, snapshot.shared) if self.rank == 0 else b""
+        except Exception as error:  # noqa: BLE001 (the other ranks must hear of it, not wait)
+            job.problem = f"{type(error).__name__}: {error}"
+        self._job = job
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ the background thread
+
+    def _run(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except _Failed as failure:
+            job.failure = str(failure)
+        except BaseException as error:  # noqa: BLE001 (raised by the training thread)
+            job.lost = error
+        finally:
+            job.done.set()
+
+    def _write(self, job: _Job) -> None:
+        partial = self.folder / f"{PARTIAL}{job.final.name}"
+        sizes = self._together(lambda: self._needed(job))
+        try:
+            self._together(lambda: self._prepare(partial, sum(sizes)), only=0)
+            written = self._together(lambda: self._written(partial, job.pieces, job.own))
+            self._together(lambda: self._publish(partial, job, written), only=0)
+        except _Failed:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # gives the disk its room back
             raise
-        self._saved_step = step
-        return final
 
-    def mark_best(self, checkpoint: Path, record: dict[str, Any]) -> None:
-        """Let `best` name this checkpoint, which is not pruned from now on; the one before it may be.
+    def _together(self, action: Callable[[], Any], only: int | None = None) -> list[Any]:
+        """Run `action` on all ranks, or on rank `only`; returns the results when the last has, or all raise.
 
-        Args:
-            record: values of the run's state that the evaluation changed; a run that is resumed from here has them.
-
-        Raises:
-            CheckpointError: as for `save`.
+        The exchange is also the barrier between one step of a save and the next.
         """
-
-        def mark() -> None:
-            partial = checkpoint / f"{BEST_RECORD}.partial"
-            _write_json(partial, record)
-            partial.replace(checkpoint / BEST_RECORD)
-            _point(self.folder / "best", checkpoint)
-
-        self._together(checkpoint, mark, only=0)
-
-    def _together(self, final: Path, action: Callable[[], None], only: int | None = None) -> None:
-        """Run `action` on all ranks, or on rank `only`; all return when the last has, or all raise.
-
-        The all-gather is also the barrier between one step of a save and the next.
-        """
-        failure: OSError | RuntimeError | None = None
+        report: dict[str, Any] = {}
         if only is None or only == self.rank:
             try:
-                action()
-            except (OSError, RuntimeError) as error:
-                failure = error
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, None if failure is None else f"rank {self.rank}: {failure}")
-        if any(reports):
-            raise CheckpointError(
-                f"checkpoint {final} could not be written ({'; '.join(filter(None, reports))}). Earlier checkpoints "
-                f"are intact: make room or mend the file system, then go on with --resume"
-            ) from failure
+                report["result"] = action()
+            except _GivenUp:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks must not wait for this one)
+                report["failure"] = shortened(str(error) or type(error).__name__)
+        reports = self._reports.exchange(report, self._going)
+        failures = [f"rank {rank}: {each['failure']}" for rank, each in enumerate(reports) if "failure" in each]
+        if failures:
+            raise _Failed("; ".join(failures[:8]) + (f" and {len(failures) - 8} more" if len(failures) > 8 else ""))
+        return [each.get("result") for each in reports]
 
-    def _clear(self, partial: Path) -> None:
-        for leftover in self.folder.glob("partial-*"):
+    def _going(self) -> None:
+        if self._closing.is_set():
+            raise _GivenUp("the run has ended")
+
+    def _needed(self, job: _Job) -> int:
+        if job.problem is not None:
+            raise OSError(job.problem)
+        return sum(map(len, (*job.pieces, job.own, job.facts)))
+
+    def _prepare(self, partial: Path, needed_bytes: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear_all()
+        if problem := lacking(self.folder, needed_bytes):
+            raise OSError(f"no room: {problem}")
+        prepare(partial)
+
+    def _written(self, partial: Path, parts: list[bytes | memoryview], own: bytes) -> dict[str, list[Any]]:
+        files = write_rank(partial, self.rank, parts, own, self._going)
+        fault("before-report")
+        return {name: [record.bytes, record.sha256] for name, record in files.items()}
+
+    def _publish(self, partial: Path, job: _Job, written: list[dict[str, list[Any]]]) -> None:
+        files = {name: FileRecord(*record) for each in written for name, record in each.items()}
+        publish(partial, job.final, self.run_id, job.facts, files, self.world_size)
+        with self._lock:
+            job.published = True
+            if job.best is not None:
+                self._unmarked = (job.final, job.best)
+            note = self._mark()
+        if note is not None:
+            job.notes.append(note)
+        try:  # the checkpoint is there: what fails from here on costs it nothing
+            fault("before-pointer")
+            point(self.folder / "latest", job.final)
+            fault("before-prune")
+            for old in superfluous(self.folder, self.retention, self.run_id, [job.final, *self._kept()]):
+                remove(old)
+            fault("after-prune")
+        except OSError as error:
+            job.notes.append(f"warning: checkpoint step {job.step} is written, but {error}: older ones may remain")
+
+    def _kept(self) -> list[Path]:
+        return [self._unmarked[0]] if self._unmarked is not None else []
+
+    def _mark(self) -> str | None:
+        """Mark the best checkpoint, if one waits for that; returns a note if it still does."""
+        if self._unmarked is None:
+            return None
+        try:
+            write_best(*self._unmarked)
+        except OSError as error:
+            return f"warning: checkpoints/best cannot name {self._unmarked[0].name} yet: {error}"
+        self._unmarked = None
+        return None
+
+    def _clear_all(self) -> None:
+        for leftover in leftovers(self.folder):
             shutil.rmtree(leftover)
-        (partial / "rng").mkdir(parents=True)
 
-    def _write(self, partial: Path, rng: dict[str, Any]) -> None:
-        self.write_parts(partial)
-        torch.save(rng, rng_file(partial, self.rank))
-
-    def _publish(self, partial: Path, final: Path, facts: dict[str, Any]) -> None:
-        absent = [rank for rank in range(dist.get_world_size()) if not rng_file(partial, rank).is_file()]
-        if absent:
-            raise OSError(
-                f"files of ranks {absent} are not in {partial}: --output must be on storage shared by all hosts"
-            )
-        _write_json(partial / "run.json", facts)
-        files = sorted(path for path in partial.rglob("*") if path.is_file())
-        for path in files:
-            _sync(path)  # the manifest must not reach the disk before what it vouches for
-        _write_json(partial / MANIFEST, {str(p.relative_to(partial)): p.stat().st_size for p in files})
-        for path in (*(p for p in partial.rglob("*") if p.is_dir()), partial):
-            _sync(path)
-        self._set_aside_abandoned(final)
-        partial.rename(final)
-        _point(self.folder / "latest", final)
-        self._prune(final)
-
-    def _set_aside_abandoned(self, final: Path) -> None:
-        """Rename what a run that was resumed from an earlier step leaves ahead: `auto` must not go back to it.
-
-        Under `final`'s own name lies either an incomplete leftover or the same step of the abandoned run.
-        """
-        for path in (*newer_than(self.folder, step_of(final)), final):
-            if not path.exists():
-                continue
-            aside = self.folder / f"abandoned-{path.name}"
-            if aside.exists():
-                shutil.rmtree(aside)
-            path.rename(aside)
-
-    def _prune(self, newest: Path) -> None:
-        """Delete this run's oldest complete checkpoints beyond `keep_last`, by number, never the newest or the best."""
-        if self.keep_last == 0:
-            return
-        older = [path for path in complete_checkpoints(self.folder) if step_of(path) < step_of(newest)]
-        best = best_checkpoint(self.folder)
-        for path in older[: max(0, len(older) - (self.keep_last - 1))]:
-            if path == best:
-                continue
-            # first under a name that is no checkpoint's: a kill half-way leaves nothing that looks damaged
-            doomed = path.rename(self.folder / f"partial-{path.name}")
-            shutil.rmtree(doomed)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _point(pointer: Path, checkpoint: Path) -> None:
-    """Let a file name a checkpoint, by one rename."""
-    partial = pointer.with_name(f"{pointer.name}.partial")
-    partial.write_text(checkpoint.name + "\n")
-    _sync(partial)
-    partial.replace(pointer)
-    _sync(pointer.parent)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _clear(self) -> None:
+        """Remove at the start what a killed run has left; what cannot be is met again, and told, by the first save."""
+        for leftover in leftovers(self.folder):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""Pieces of a snapshot copied to host memory, as one safetensors file that lies ready to be written.
+
+`safetensors.save_file` would turn every tensor into bytes of its own and leave hashing to a second pass. The format is
+eight bytes of length, a JSON header and the tensors one after another, so the live tensors are copied straight to
+their places in the image of the file: the only copy that training waits for.
+"""
+
+import json
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from largetrain.parallel.pieces import Piece
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PLACE = "@"  # between the key of a partial tensor and where the piece starts
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where the pieces of one rank go in its file."""
+
+    pieces: list[Piece]
+    """In the order of the file: largest elements first, so that every tensor is aligned."""
+    header: bytes
+    """With its length in front; a multiple of eight bytes."""
+    data_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.header) + self.data_bytes if self.pieces else 0
+
+
+def plan(pieces: Sequence[Piece]) -> Planned:
+    """Lay out a file of these pieces; empty ranges of tensors that have elements are left out.
+
+    Raises:
+        ValueError: two pieces have the same place.
+        KeyError: a dtype that the format has not.
+    """
+    kept = [piece for piece in pieces if len(piece.values) or not prod(piece.shape)]
+    kept.sort(key=lambda piece: (-piece.values.element_size(), piece.key, piece.start))
+    entries: dict[str, object] = {}
+    partial: dict[str, Sequence[int]] = {}
+    offset = 0
+    for piece in kept:
+        whole = len(piece.values) == prod(piece.shape)
+        name = piece.key if whole else f"{piece.key}{PLACE}{piece.start}"
+        if name in entries:
+            raise ValueError(f"{name} is there twice")
+        if not whole:
+            partial[piece.key] = piece.shape
+        end = offset + piece.values.nbytes
+        shape = list(piece.shape) if whole else [len(piece.values)]
+        entries[name] = {"dtype": DTYPES[piece.values.dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    metadata = {"format": "pt", "shapes": json.dumps(partial)}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return Planned(kept, struct.pack("<Q", len(text)) + text, offset)
+
+
+class Staging:
+    """Host memory for the data of one snapshot, kept from save to save: fresh pages are slow to touch.
+
+    The memory is the process's own and no child's: a data loader's workers that are forked in the meantime would
+    otherwise make every page of it be copied at the next save. It is pinned once tensors of a CUDA device come.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._flat: Tensor | None = None
+        self._pinned = False
+
+    def fill(self, planned: Planned) -> memoryview:
+        """Copy the live pieces; returns the data section of the file, valid until the next call.
+
+        Raises:
+            OSError: the host has not the memory.
+        """
+        flat = self._sized(planned.data_bytes)
+        devices = {piece.values.device for piece in planned.pieces if piece.values.is_cuda}
+        if devices and not self._pinned:
+            self._pin()
+        offset = 0
+        for piece in planned.pieces:
+            end = offset + piece.values.nbytes
+            if end > offset:
+                flat[offset:end].view(piece.values.dtype).copy_(piece.values, non_blocking=piece.values.is_cuda)
+            offset = end
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return memoryview(self._memory or b"")[:offset]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned and self._flat is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())
+        self._memory, self._flat, self._pinned = None, None, False
+
+    def _sized(self, needed_bytes: int) -> Tensor:
+        if self._flat is None or len(self._flat) < needed_bytes:
+            self.close()
+            size = max(needed_bytes, mmap.PAGESIZE)
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                if hasattr(mmap, advice):
+                    self._memory.madvise(getattr(mmap, advice))
+            self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        return self._flat
+
+    def _pin(self) -> None:
+        """Let the device copy straight into the memory; without it the copy is slower, but right."""
+        assert self._flat is not None
+        done = torch.cuda.cudart().cudaHostRegister(self._flat.data_ptr(), len(self._flat), 0)
+        self._pinned = int(done) == 0
