@@ -1,41 +1,33 @@
 """Reading checkpoints in whatever ranges are asked for, from whichever ranks' files hold them."""
 
-import json
+import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from largetrain.checkpoint.manifest import PIECES_NAME, Manifest, damaged, first_line, own_name, read_manifest
-from largetrain.checkpoint.staging import DTYPES, PLACE
+from largetrain.checkpoint.header import ITEM_BYTES, Stored, read_header
+from largetrain.checkpoint.manifest import FACTS, PIECES_NAME, Manifest, damaged, first_line, own_name, read_manifest
+from largetrain.checkpoint.staging import DTYPES
 from largetrain.checkpoint.verify import facts_of, problem_of
 from largetrain.errors import CheckpointError
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a range of a tensor is."""
-
-    start: int
-    length: int
-    file: str
-    name: str
+MOST_OPEN = 64  # files at a time: a process may have a thousand
 
 
 @dataclass
-class _Entry:
-    """One tensor, put together from its pieces."""
+class _Tensor:
+    """One tensor, put together from its pieces, each with the name of its file."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    sources: list[_Source]
+    dtype: str
+    sources: list[tuple[Stored, str]]
 
 
 def open_checkpoint(folder: Path) -> "CheckpointReader":
@@ -60,14 +52,14 @@ class CheckpointReader:
         """`run.json`, with what an evaluation found afterwards."""
         shared = self.facts.get("shared", {})
         if not isinstance(shared, dict):
-            raise damaged(folder / "run.json", "is not what was written (shared is no JSON object)")
+            raise damaged(folder / FACTS, "is not what was written (shared is no JSON object)")
         self.shared: dict[str, Any] = shared
-        self._open: dict[str, Any] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._open: dict[str, BinaryIO] = {}
+        self._tensors: dict[str, _Tensor] = {}
         for name in sorted(filter(PIECES_NAME.fullmatch, manifest.files)):
             self._index(name)
-        for key, entry in self._entries.items():
-            self._check(key, entry)
+        for key, tensor in self._tensors.items():
+            self._check(key, tensor)
 
     @property
     def step(self) -> int:
@@ -79,38 +71,40 @@ class CheckpointReader:
         """Ranks that wrote it."""
         return self.manifest.world_size
 
-    def keys(self) -> list[str]:
+    def keys(self) -> Sequence[str]:
         """All keys, sorted."""
-        return sorted(self._entries)
+        return sorted(self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return self._entries[key].shape
+        return self._tensors[key].shape
 
     def dtype(self, key: str) -> torch.dtype:
         """As it was written."""
-        return self._entries[key].dtype
+        return TORCH_DTYPES[self._tensors[key].dtype]
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements start..stop of the flattened tensor, 1-d on the CPU, as they were written.
 
         Raises:
             KeyError: there is no such key.
-            CheckpointError: the file cannot be read; named.
+            CheckpointError: a file cannot be read; named.
         """
-        entry = self._entries[key]
-        size = prod(entry.shape)
+        tensor = self._tensors[key]
+        size = prod(tensor.shape)
         stop = size if stop is None else stop
-        assert 0 <= start <= stop <= size, (key, start, stop, entry.shape)
-        values = torch.empty(stop - start, dtype=entry.dtype)
-        first = max(0, bisect_right(entry.sources, start, key=lambda source: source.start) - 1)
-        for source in entry.sources[first:]:
-            begin, end = max(start, source.start), min(stop, source.start + source.length)
-            if source.start >= stop:
-                break
+        assert 0 <= start <= stop <= size, (key, start, stop, tensor.shape)
+        values = torch.empty(stop - start, dtype=TORCH_DTYPES[tensor.dtype])
+        target = values.view(torch.uint8).numpy().data
+        item = ITEM_BYTES[tensor.dtype]
+        first = bisect_right(tensor.sources, start, key=lambda source: source[0].start) - 1
+        for piece, file in tensor.sources[max(0, first) :]:
+            begin, end = max(start, piece.start), min(stop, piece.start + piece.count)
             if begin < end:
-                part = self._tensor(source).reshape(-1)[begin - source.start : end - source.start]
-                values[begin - start : end - start] = part
+                place = target[(begin - start) * item : (end - start) * item]
+                self._read_into(place, file, piece.offset + (begin - piece.start) * item)
+            if end == stop:
+                break
         return values
 
     def own(self, rank: int) -> dict[str, Any]:
@@ -130,65 +124,43 @@ class CheckpointReader:
             raise damaged(self.folder / name, "is not what was written (no table)")
         return own
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            try:
-                self._open[name] = safe_open(self.folder / name, framework="pt")
-            except (SafetensorError, OSError, RuntimeError) as error:
-                raise damaged(self.folder / name, f"cannot be read ({first_line(error)})") from error
-        return self._open[name]
-
-    def _tensor(self, source: _Source) -> Tensor:
-        """A view of the mapped file: what is not used is not read."""
+    def _read_into(self, place: memoryview, file: str, offset: int) -> None:
+        path = self.folder / file
         try:
-            tensor: Tensor = self._file(source.file).get_tensor(source.name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise damaged(self.folder / source.file, f"cannot be read ({first_line(error)})") from error
-        return tensor
+            opened = self._opened(file)
+            while place:
+                count = os.preadv(opened.fileno(), [place], offset)
+                if not count:
+                    raise damaged(path, "is shorter than it was written")
+                place, offset = place[count:], offset + count
+        except OSError as error:
+            raise damaged(path, f"cannot be read ({error.strerror})") from error
+
+    def _opened(self, file: str) -> BinaryIO:
+        if file not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[file] = open(self.folder / file, "rb", buffering=0)  # noqa: SIM115 (open while it is read from)
+        return self._open[file]
 
     def _index(self, file: str) -> None:
         """Enter the tensors of one rank's file."""
         path = self.folder / file
-        opened = self._file(file)
-        shapes = _shapes_of(path, opened.metadata() or {})
-        for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-            part = opened.get_slice(name)
-            dtype = TORCH_DTYPES.get(part.get_dtype())
-            if dtype is None:
-                raise damaged(path, f"holds {name!r} of type {part.get_dtype()}, which no checkpoint has")
-            key, _, start = name.rpartition(PLACE)
-            shape = tuple(part.get_shape())
-            source = _Source(0, prod(shape), file, name)
-            if key in shapes and start.isdecimal() and len(shape) == 1:
-                source, shape = _Source(int(start), shape[0], file, name), shapes[key]
-            else:
-                key = name
-            entry = self._entries.setdefault(key, _Entry(shape, dtype, []))
-            if (entry.shape, entry.dtype) != (shape, dtype):
-                raise damaged(path, f"disagrees with other files on shape or type of {key!r}")
-            entry.sources.append(source)
+        for piece in read_header(path):
+            tensor = self._tensors.setdefault(piece.key, _Tensor(piece.shape, piece.dtype, []))
+            if (tensor.shape, tensor.dtype) != (piece.shape, piece.dtype):
+                raise damaged(path, f"and other files disagree on shape or type of {piece.key[:80]!r}")
+            tensor.sources.append((piece, file))
 
-    def _check(self, key: str, entry: _Entry) -> None:
+    def _check(self, key: str, tensor: _Tensor) -> None:
         """See that the pieces of a tensor lie one after another, from its start to its end."""
-        entry.sources.sort(key=lambda source: source.start)
+        tensor.sources.sort(key=lambda source: source[0].start)
         end = 0
-        for source in entry.sources:
-            if source.start != end:
-                what = "is missing between this file and" if source.start > end else "is there twice, in this file and"
-                raise damaged(self.folder / source.file, f"does not fit: a part of {key!r} {what} others")
-            end += source.length
-        if end != prod(entry.shape):
-            last = self.folder / entry.sources[-1].file
-            raise damaged(last, f"and the others hold {end} elements of {key!r}, which has {prod(entry.shape)}")
-
-
-def _shapes_of(path: Path, metadata: dict[str, str]) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of the tensors of which a file has a part."""
-    try:
-        shapes = json.loads(metadata.get("shapes", "{}"))
-        whole = {key: tuple(shape) for key, shape in shapes.items()}
-    except (ValueError, RecursionError, TypeError, AttributeError) as error:
-        raise damaged(path, "cannot be read (the shapes of its partial tensors)") from error
-    if not all(type(dim) is int and 0 <= dim < 2**48 for shape in whole.values() for dim in shape):
-        raise damaged(path, "cannot be read (the shapes of its partial tensors)")
-    return whole
+        for piece, file in tensor.sources:
+            if piece.start != end:
+                what = "is missing between this file and" if piece.start > end else "is there twice, in this file and"
+                raise damaged(self.folder / file, f"does not fit: a part of {key[:80]!r} {what} others")
+            end += piece.count
+        if end != prod(tensor.shape):
+            last = self.folder / tensor.sources[-1][1]
+            raise damaged(last, f"and others hold {end} elements of {key[:80]!r}, which has {prod(tensor.shape)}")

@@ -5,9 +5,7 @@ eight bytes of length, a JSON header and the tensors one after another, so the l
 their places in the image of the file: the only copy that training waits for.
 """
 
-import json
 import mmap
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from largetrain.checkpoint.header import Stored, header
 from largetrain.parallel.pieces import Piece
 
 DTYPES = {
@@ -29,7 +28,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-PLACE = "@"  # between the key of a partial tensor and where the piece starts
 
 
 @dataclass(frozen=True)
@@ -52,28 +50,14 @@ def plan(pieces: Sequence[Piece]) -> Planned:
 
     Raises:
         ValueError: two pieces have the same place.
-        KeyError: a dtype that the format has not.
+        KeyError: a dtype that a checkpoint has not.
     """
     kept = [piece for piece in pieces if len(piece.values) or not prod(piece.shape)]
     kept.sort(key=lambda piece: (-piece.values.element_size(), piece.key, piece.start))
-    entries: dict[str, object] = {}
-    partial: dict[str, Sequence[int]] = {}
-    offset = 0
-    for piece in kept:
-        whole = len(piece.values) == prod(piece.shape)
-        name = piece.key if whole else f"{piece.key}{PLACE}{piece.start}"
-        if name in entries:
-            raise ValueError(f"{name} is there twice")
-        if not whole:
-            partial[piece.key] = piece.shape
-        end = offset + piece.values.nbytes
-        shape = list(piece.shape) if whole else [len(piece.values)]
-        entries[name] = {"dtype": DTYPES[piece.values.dtype], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    metadata = {"format": "pt", "shapes": json.dumps(partial)}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return Planned(kept, struct.pack("<Q", len(text)) + text, offset)
+    stored = [
+        Stored(piece.key, piece.shape, DTYPES[piece.values.dtype], piece.start, len(piece.values), 0) for piece in kept
+    ]
+    return Planned(kept, header(stored), sum(piece.values.nbytes for piece in kept))
 
 
 class Staging:

@@ -46,6 +46,26 @@ def problem_of(checkpoint: Path, *, contents: bool = False) -> str | None:
     return None
 
 
+def problems_of(checkpoint: Path) -> list[str]:
+    """Every file of a checkpoint that is not what was written, contents included, one line each; none: it is whole."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except CheckpointError as error:
+        return [str(error)]
+    found = []
+    for name, record in sorted(manifest.files.items()):
+        try:
+            _check_size(checkpoint, name, record)
+            _check_contents(checkpoint, Manifest(manifest.run_id, manifest.step, {name: record}))
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
+    try:
+        read_best_record(checkpoint)
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
+
+
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     """`run.json` of a checkpoint, its `state` with what an evaluation after it found.
 
