@@ -1,11 +1,13 @@
 """Where a run writes, what it resumes from, and whether the two fit: decided by rank 0 for all.
 
-What has to be as it was (`SAME`) is refused when it differs, with both values. Optimizer parameters, schedule and
-length may change: the configuration holds, not what the checkpoint remembers, and every change is announced.
+What has to be as it was (`SAME`) is refused when it differs, with both values. The layout may change: checkpoints do
+not depend on it. Optimizer parameters, schedule and length may change: the configuration holds, not what the
+checkpoint remembers. Every change is announced.
 """
 
 import re
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +18,29 @@ import torch.distributed as dist
 from largetrain.checkpoint.folder import complete_checkpoints, find_checkpoint, newer_than, read_facts, step_of
 from largetrain.errors import ConfigError
 
-# what must be as it was for a bit-identical continuation -> its name in messages
+# what must be as it was -> its name in messages
 SAME = {
-    "backend": "backend",
-    "world_size": "number of ranks",
-    "zero_stage": "zero_optimization.stage",
-    "dtype": "precision (fp16/bf16.enabled)",
-    "batch": "batch",
+    "global_batch": "global batch",
     "optimizer_type": "optimizer.type",
     "seed": "seed",
     "model": "model",
     "data": "data (content, split, and how samples are made of it)",
-    "groups": "parameters (backend deepspeed)",
 }
 # what an evaluation needs of it
-SAME_WEIGHTS = {"backend": SAME["backend"], "model": SAME["model"], "classes": "classes of the data"}
+SAME_WEIGHTS = {"model": SAME["model"], "classes": "classes of the data"}
+# what a bit-identical continuation needs; on another layout it is the same up to the rounding of sums
+LAYOUT = {
+    "backend": "backend",
+    "world_size": "number of ranks",
+    "zero_stage": "zero_optimization.stage",
+    "offload": "offload",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "groups": "parameters",
+}
 # what may change -> its name in messages
 FREE = {
+    "dtype": "precision (fp16/bf16.enabled)",
     "optimizer": "optimizer.params",
     "scheduler": "scheduler",
     "schedule": "schedule",
@@ -50,6 +58,10 @@ class Start:
     saved: dict[str, Any] | None
     """Facts of the checkpoint, as `CheckpointManager.save` was given them."""
     messages: tuple[str, ...]
+    run_id: str
+    """Of the run that writes; a run that goes on in its own folder keeps it."""
+    evaluated: bool = True
+    """False: the run goes on in its own folder, and its metrics have no evaluation after the checkpoint's update."""
 
 
 def decide_start(name: str, output: str | None, resume: str | None, *, writes: bool = True) -> Start:
@@ -81,7 +93,7 @@ def check_fit(start: Start, facts: dict[str, Any], same: Mapping[str, str] = SAM
     """Compare this run's facts with the checkpoint's; one line for each difference that is allowed.
 
     Args:
-        facts: the keys of `SAME` and `FREE`, plain JSON types.
+        facts: the keys of `SAME`, `LAYOUT` and `FREE`, plain JSON types.
         same: what has to be as it was, with its words.
 
     Raises:
@@ -96,13 +108,42 @@ def check_fit(start: Start, facts: dict[str, Any], same: Mapping[str, str] = SAM
         for where, then, now in _differences(words, saved.get(key), facts[key])
     ]
     if problems:
-        advice = "A checkpoint continues on the layout that wrote it; restore the values named"
-        raise ConfigError([*problems, advice], on_all_ranks=True)
+        raise ConfigError([*problems, _advice(saved, facts, same)], on_all_ranks=True)
+    moved = [f"resume: {line}" for line in _changes(LAYOUT, saved, facts)]
+    if moved:
+        moved.append("resume: on this layout the run goes on up to the rounding of sums, no longer to the bit")
+    return moved + [f"resume: {line}: the new value holds from here on" for line in _changes(FREE, saved, facts)]
+
+
+def same_layout(start: Start, facts: dict[str, Any]) -> bool:
+    """Whether the run goes on exactly as it was laid out."""
+    return start.saved is not None and not _changes(LAYOUT, start.saved, facts)
+
+
+def _changes(keys: Mapping[str, str], saved: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     return [
-        f"resume: {where} was {then}, now {now}: the new value holds from here on"
-        for key, words in FREE.items()
+        f"{where} was {then}, now {now}"
+        for key, words in keys.items()
         for where, then, now in _differences(words, saved.get(key), facts[key])
     ]
+
+
+def _advice(saved: dict[str, Any], facts: dict[str, Any], same: Mapping[str, str]) -> str:
+    """The way out of a refusal."""
+    if "global_batch" in same and saved.get("global_batch") != facts["global_batch"]:
+        per_round = facts["micro_batch"] * facts["world_size"]
+        rounds, rest = divmod(saved["global_batch"], per_round)
+        if not rest and rounds:
+            return (
+                f"The order of samples is that of the global batch: keep it on {facts['world_size']} ranks with "
+                f"--set gradient_accumulation_steps={rounds} train_batch_size=null; restore what else is named"
+            )
+        return (
+            f"The order of samples is that of the global batch, which micro_batch x accumulation x ranks must give: "
+            f"{facts['micro_batch']} x ranks {facts['world_size']} does not divide {saved['global_batch']}. Change "
+            f"train_micro_batch_size_per_gpu or the number of ranks; restore what else is named"
+        )
+    return "Restore the values named, or begin anew from the weights alone with init_from"
 
 
 def _differences(where: str, then: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -118,12 +159,12 @@ def _found(name: str, output: str | None, resume: str | None) -> Start:
     """The checkpoint to read, where nothing is written."""
     folder = Path(output) if output is not None else _default_output(name, resume)
     if resume is None:
-        return Start(folder, None, None, ())
+        return Start(folder, None, None, (), "")
     checkpoint, skipped = find_checkpoint(resume, folder)
     if checkpoint is None:
         raise ConfigError(f"--resume {resume}: no complete checkpoint in {folder / 'checkpoints'}; name one")
     messages = tuple(f"passed over: {problem}" for problem in skipped)
-    return Start(folder, checkpoint, read_facts(checkpoint), messages)
+    return Start(folder, checkpoint, read_facts(checkpoint), messages, "")
 
 
 def _decide(name: str, output: str | None, resume: str | None) -> Start:
@@ -143,7 +184,17 @@ def _decide(name: str, output: str | None, resume: str | None) -> Start:
         go_on = "Add --resume to go on with it, or name" if resume is None else "The checkpoint is not its own; name"
         raise ConfigError(f"--output {folder} already holds a run. {go_on} another folder")
     _make_writable(folder)
-    return Start(folder, checkpoint, saved, tuple(messages))
+    run_id = str(saved["run_id"]) if own and saved is not None else uuid.uuid4().hex
+    evaluated = not own or saved is None or _is_evaluated(folder / "metrics.jsonl", saved["state"]["step"])
+    return Start(folder, checkpoint, saved, tuple(messages), run_id, evaluated)
+
+
+def _is_evaluated(metrics: Path, step: int) -> bool:
+    """Whether the metrics have an evaluation after this update; it may have been given up, or cut short by a kill."""
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as rows:
+        return any(b'"eval/' in row and re.match(rb'\{"step": %d,' % step, row) and row[-2:] == b"}\n" for row in rows)
 
 
 def _left_behind(checkpoint: Path, folder: Path) -> list[str]:

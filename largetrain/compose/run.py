@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 from largetrain import __version__
-from largetrain.callbacks.base import Callback
-from largetrain.callbacks.periodic import Best, Checkpointing, Evaluation, Guard
+from largetrain.callbacks.base import Callback, Moment
+from largetrain.callbacks.periodic import Best, Checkpointing, Evaluation, Guard, is_due
+from largetrain.callbacks.preemption import Preemption
 from largetrain.callbacks.recorder import Recorder, Sink
 from largetrain.callbacks.sinks import MetricsFile, TensorBoard, Terminal
-from largetrain.checkpoint.folder import read_rng
 from largetrain.checkpoint.manager import CheckpointManager
-from largetrain.checkpoint.resume import SAME, SAME_WEIGHTS, Start, check_fit, decide_start
+from largetrain.checkpoint.reader import open_checkpoint
+from largetrain.checkpoint.resume import SAME_WEIGHTS, Start, check_fit, decide_start, same_layout
+from largetrain.checkpoint.retention import Retention
+from largetrain.checkpoint.weights import match_report, weights_from
 from largetrain.compose.backend import AnyBackend, make_backend
 from largetrain.compose.model import Say
 from largetrain.config.ddp_keys import precision_of_ddp
@@ -28,12 +31,15 @@ from largetrain.config.schema import CheckpointsConfig, EvaluationConfig
 from largetrain.data.build import DataBundle, build_data
 from largetrain.data.loader import TrainStream, evaluation_batches
 from largetrain.engine.base import MicroBatch
-from largetrain.engine.ddp import EMA_PREFIX, DdpBackend
-from largetrain.engine.deepspeed import dtype_of, stage_of
+from largetrain.engine.ddp import EMA_PREFIX
+from largetrain.engine.deepspeed import dtype_of, offload_of, stage_of
 from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.peak import peak_flops
-from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError
-from largetrain.train.state import TrainState, random_state, restore_random_state
+from largetrain.engine.signals import StopRequests, time_limit
+from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError, on_every_rank
+from largetrain.parallel.agreement import StepAgreement
+from largetrain.parallel.pieces import Snapshot
+from largetrain.train.state import TrainState, random_state, restore_random_state, seed_rank
 from largetrain.train.trainer import Trainer
 
 # keys of the model section that do not change what it computes
@@ -63,12 +69,38 @@ class Run:
     resolved: Resolved
 
 
-def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool, say: Say) -> Run:
+class _Writing(Callback):
+    """What goes on in the background between checkpoints."""
+
+    def __init__(self, manager: CheckpointManager):
+        self.manager = manager
+
+    def on_step(self, moment: Moment) -> None:
+        self.manager.poll()
+
+    def on_end(self, step: int) -> None:
+        self.manager.finish()
+        self.manager.close()
+
+    def on_failure(self, step: int) -> None:
+        self.manager.close()
+
+
+def build(
+    resolved: Resolved,
+    world: World,
+    *,
+    resume: str | None,
+    verbose: bool,
+    say: Say,
+    requests: StopRequests | None = None,
+) -> Run:
     """Compose a run on this rank; collective: every rank calls it.
 
     Args:
         resume: None, "auto" or a path.
         say: prints a line on rank 0 and nothing elsewhere.
+        requests: signals that stop the run with a checkpoint.
 
     Raises:
         ConfigError: data, output folder or checkpoint do not fit; the same on all ranks.
@@ -79,30 +111,55 @@ def build(resolved: Resolved, world: World, *, resume: str | None, verbose: bool
     start = decide_start(run.name, run.output, resume)  # before the data, which may take long to prepare
     data, resolved = _data(resolved, world, say)
     # what may refuse a checkpoint comes before the model, as far as it is known without it
-    state = _state(start, data.info.total_steps, run.guard.max_skipped_in_a_row)
+    owed = _owes_evaluation(start, resolved, data)
+    state = _state(start, data.info.total_steps, run.guard.max_skipped_in_a_row, owed)
     _announce(resolved, data, start.messages, start.output, say)
     backend, resolved = _backend(resolved, data, device, world, say)
     facts = _facts(resolved, data)
     for line in check_fit(start, facts):
         say(line)
-    if start.checkpoint is not None:
-        backend.load(start.checkpoint)
-        restore_random_state(read_rng(start.checkpoint, world.rank), device)
+    _take_up(start, facts, backend, resolved, device, world, say)
     recorder, terminal = _recorder(resolved, data, backend, device, world, start)
     tell = terminal.say if terminal is not None else say
-    manager = CheckpointManager(start.output / "checkpoints", run.checkpoints.keep_last, backend.save)
+    wanted = run.checkpoints
+    manager = CheckpointManager(
+        start.output / "checkpoints",
+        Retention(wanted.keep_last, wanted.keep_every_steps, tuple(wanted.milestones)),
+        run_id=start.run_id,
+        asynchronous=wanted.asynchronous,
+        tell=tell,
+    )
 
-    def save() -> Path:
+    def snapshot() -> Snapshot:
+        taken = backend.snapshot()
+        taken.own["random"] = random_state(device)
+        return taken
+
+    def save(wait: bool = False) -> Path:
         recorder.flush()  # a run killed after this checkpoint must not lack rows before it
-        return manager.save(state.step, {**facts, "state": state.to_dict()}, random_state(device))
+        told = {**facts, "run_id": start.run_id, "state": state.to_dict()}
+        return manager.save(state.step, told, snapshot, wait=wait)
 
     best = _best(resolved, data, backend, state, save, manager.mark_best, tell)
+    agreement = StepAgreement(run.runtime.timeout_s)
+    checkpointing = Checkpointing(
+        save,
+        _every(wanted, data),
+        wanted.at_end,
+        milestones=wanted.milestones,
+        every_minutes=wanted.every_minutes,
+        agreement=agreement,
+    )
+    sources = [time_limit(run.max_minutes), checkpointing.flags, *([requests.flags] if requests is not None else [])]
+    preemption = Preemption(agreement, sources, lambda: save(wait=True), requests)
     callbacks: list[Callback] = [
+        _Writing(manager),
         recorder,
         Guard(run.guard.max_skipped_in_a_row, save, tell),
         # before the evaluation, which may fail over a file that training never reads
-        Checkpointing(save, _every(run.checkpoints, data), run.checkpoints.at_end),
-        *_evaluation(resolved, data, backend, world, [recorder, *best]),
+        checkpointing,
+        preemption,
+        *_evaluation(resolved, data, backend, world, [recorder, *best], owed, preemption),
     ]
     if world.rank == 0:
         _write_config(start.output, resolved, world)
@@ -124,15 +181,16 @@ def evaluate(resolved: Resolved, world: World, *, resume: str | None, verbose: b
     """Evaluate a checkpoint, or pretrained weights, on the validation data; collective, writes nothing.
 
     Args:
-        resume: "auto", "best", a path, or None for the model as it is built.
+        resume: "auto", "best", a path, or None for the model as it is built or `init_from` fills it.
 
     Raises:
         ConfigError: there is no validation data, nothing worth evaluating, or the checkpoint does not fit.
     """
     run = resolved.run
-    if resume is None and not getattr(run.model, "pretrained", False):
+    if resume is None and run.init_from is None and not getattr(run.model, "pretrained", False):
         raise ConfigError(
-            "--evaluate: the model has random weights; add --resume [auto|best|PATH], or write model.pretrained",
+            "--evaluate: the model has random weights; add --resume [auto|best|PATH], or write init_from or "
+            "model.pretrained",
             on_all_ranks=True,
         )
     device = _join(resolved, world, verbose)
@@ -144,14 +202,51 @@ def evaluate(resolved: Resolved, world: World, *, resume: str | None, verbose: b
         )
     backend, resolved = _backend(resolved, data, device, world, say)
     if start.checkpoint is not None:
-        weights_only = isinstance(backend, DdpBackend)
-        check_fit(start, _facts(resolved, data), SAME_WEIGHTS if weights_only else SAME)
+        check_fit(start, _facts(resolved, data), SAME_WEIGHTS)
         say(f"evaluating {start.checkpoint}")
-        if isinstance(backend, DdpBackend):
-            backend.load_weights(start.checkpoint)
-        else:
-            backend.load(start.checkpoint)
+        backend.load_weights(open_checkpoint(start.checkpoint))
+    elif run.init_from is not None:
+        _begin_with(run.init_from, run.init_missing, backend, say)
     return backend.evaluate(_evaluation_batches(resolved, data, world)())
+
+
+def _take_up(
+    start: Start,
+    facts: dict[str, Any],
+    backend: AnyBackend,
+    resolved: Resolved,
+    device: torch.device,
+    world: World,
+    say: Say,
+) -> None:
+    """Go on from the checkpoint, or begin with given weights."""
+    run = resolved.run
+    if start.checkpoint is None:
+        if run.init_from is not None:
+            _begin_with(run.init_from, run.init_missing, backend, say)
+        return
+    pieces = open_checkpoint(start.checkpoint)
+    backend.restore(pieces, same_layout(start, facts))
+    assert start.saved is not None
+    if start.saved["world_size"] == world.world_size:
+        restore_random_state(pieces.own(world.rank)["random"], device)
+    else:
+        say("resume: every rank begins a new stream of random numbers (dropout), there are others now")
+        seed_rank(run.seed, world.rank, start.saved["state"]["step"])
+
+
+@on_every_rank()
+def _begin_with(path: str, allowed_missing: Sequence[str], backend: AnyBackend, say: Say) -> None:
+    """Fill the model from `init_from`.
+
+    Raises:
+        ConfigError: there are no weights, or they are another model's.
+    """
+    source = weights_from(path)
+    report = match_report(backend.shapes(), source, tuple(allowed_missing))
+    for line in report.lines:
+        say(f"init_from: {line}")
+    backend.load_weights(source, report.names)
 
 
 def _join(resolved: Resolved, world: World, verbose: bool) -> torch.device:
@@ -213,23 +308,21 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     on_ddp = resolved.backend == "ddp"
     dtype = PRECISIONS[precision_of_ddp(engine)] if on_ddp else str(dtype_of(engine)).removeprefix("torch.")
     return {
-        "format": 1,
         "backend": resolved.backend,
         "world_size": dist.get_world_size(),
         "zero_stage": 0 if on_ddp else stage_of(engine),
+        "offload": {} if on_ddp else offload_of(engine),
         "dtype": dtype,
-        "batch": {
-            "micro_batch": batch.micro_batch,
-            "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-            "global_batch": batch.global_batch,
-        },
+        "micro_batch": batch.micro_batch,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "global_batch": batch.global_batch,
         "optimizer_type": engine["optimizer"]["type"],
         "optimizer": engine["optimizer"].get("params", {}),
         "scheduler": engine.get("scheduler", {}),
         "seed": resolved.run.seed,
         **{key: resolved.run.model_dump(mode="json")[key] for key in ("schedule", "ema")},
         "parameters": (parameters := resolved.run.parameters.model_dump(mode="json")),
-        # ZeRO keeps the optimizer's state by group, flat; ddp by the parameters' names
+        # the order in which ZeRO lays parameters out
         "groups": {key: parameters[key] for key in GROUPING} if resolved.backend == "deepspeed" else None,
         # what only says how it is computed may change
         "model": resolved.run.model.model_dump(mode="json", exclude=HOW_COMPUTED),
@@ -239,7 +332,15 @@ def _facts(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     }
 
 
-def _state(start: Start, total_steps: int, max_skipped: int) -> TrainState:
+def _owes_evaluation(start: Start, resolved: Resolved, data: DataBundle) -> bool:
+    """Whether the run was stopped before the evaluation that follows the checkpoint's update was finished."""
+    if start.saved is None or start.evaluated or data.validation is None:
+        return False
+    step, wanted = start.saved["state"]["step"], resolved.run.evaluation
+    return is_due(step, _every(wanted, data), wanted.at_end and step == data.info.total_steps)
+
+
+def _state(start: Start, total_steps: int, max_skipped: int, owes_evaluation: bool) -> TrainState:
     """Counters to begin with.
 
     Raises:
@@ -249,7 +350,7 @@ def _state(start: Start, total_steps: int, max_skipped: int) -> TrainState:
     if start.saved is None:
         return TrainState()
     state = TrainState(**start.saved["state"])
-    if state.step == total_steps:
+    if state.step == total_steps and not owes_evaluation:
         raise AlreadyComplete(
             f"the run in {start.output} is complete: all {total_steps} updates are done. Go on with a larger --steps"
         )
@@ -303,13 +404,20 @@ def _evaluation_batches(resolved: Resolved, data: DataBundle, world: World) -> C
 
 
 def _evaluation(
-    resolved: Resolved, data: DataBundle, backend: AnyBackend, world: World, listeners: Sequence[Callback]
+    resolved: Resolved,
+    data: DataBundle,
+    backend: AnyBackend,
+    world: World,
+    listeners: Sequence[Callback],
+    owed: bool,
+    preemption: Preemption,
 ) -> list[Callback]:
     if data.validation is None:
         return []
     batches = _evaluation_batches(resolved, data, world)
     wanted = resolved.run.evaluation
-    return [Evaluation(backend, batches, _every(wanted, data), wanted.at_end, listeners)]
+    every = _every(wanted, data)
+    return [Evaluation(backend, batches, every, wanted.at_end, listeners, owed=owed, preemption=preemption)]
 
 
 def _every(section: EvaluationConfig | CheckpointsConfig, data: DataBundle) -> int:

@@ -1,13 +1,13 @@
 """The backend protocol: what the trainer may ask of whatever runs the optimizer steps."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from largetrain.parallel.pieces import Pieces, Snapshot
 from largetrain.tasks.base import Task
 
 MicroBatch = dict[str, Any]
@@ -55,8 +55,24 @@ class Backend(Protocol):
     def preview(self, batch: MicroBatch) -> Tensor | None:
         """The task's picture of predictions on `batch`, uint8 [3, H, W], or None; called on every rank."""
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of weights, optimizer, scheduler and loss scale; called on every rank."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights and buffers by name, tied ones under their first name."""
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on the same layout; called on every rank."""
+    def snapshot(self) -> Snapshot:
+        """This rank's part of everything that the next update depends on; collective.
+
+        The pieces are views of live storage: to be copied before the next update.
+        """
+
+    def restore(self, pieces: Pieces, same_layout: bool) -> None:
+        """Take up what `snapshot` gave; collective.
+
+        Args:
+            same_layout: backend, ranks, stage and parameter groups are those that wrote it.
+
+        Raises:
+            CheckpointError: something is missing, or only the layout that wrote it can use it.
+        """
+
+    def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
+        """Take weights and buffers alone, of these names or all of them; collective."""

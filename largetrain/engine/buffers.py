@@ -5,12 +5,43 @@ batch statistics by rank 0's at each forward pass. Averages over ranks use all d
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from largetrain.engine.held import MODEL, read
+from largetrain.parallel.pieces import Piece, Pieces
+
+
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that belong to the model's `state_dict`, each once."""
+    named = []
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                named.append((f"{path}.{name}" if path else name, buffer))
+    return named
+
+
+def buffer_pieces(model: nn.Module, prefix: str = MODEL) -> list[Piece]:
+    """Copies, because averaging may have put other values into the live ones for a moment."""
+    return [
+        Piece(prefix + name, tuple(buffer.shape), 0, buffer.detach().clone().reshape(-1))
+        for name, buffer in saved_buffers(model)
+    ]
+
+
+def restore_buffers(
+    model: nn.Module, pieces: Pieces, names: Collection[str] | None = None, prefix: str = MODEL
+) -> None:
+    """Fill all buffers of the `state_dict`, or those with these names."""
+    for name, buffer in saved_buffers(model):
+        if names is None or name in names:
+            with torch.no_grad():
+                buffer.copy_(read(pieces, prefix + name, tuple(buffer.shape)).view(buffer.shape))
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:

@@ -6,9 +6,8 @@ backends go through the same sequence; torch.amp.GradScaler scales and unscales.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,21 +18,41 @@ from torch.nn.parallel import DistributedDataParallel
 from largetrain.config.ddp_keys import precision_of_ddp
 from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
-from largetrain.engine.buffers import BufferGuard, equal_buffers, floating_buffers
+from largetrain.engine.buffers import (
+    BufferGuard,
+    buffer_pieces,
+    equal_buffers,
+    floating_buffers,
+    restore_buffers,
+    saved_buffers,
+)
 from largetrain.engine.ema import Ema
 from largetrain.engine.half_on_cpu import half_arithmetic
+from largetrain.engine.held import (
+    EMA,
+    layout_bound,
+    optimizer_numbers,
+    optimizer_pieces,
+    own_part,
+    read,
+    restore_optimizer,
+    restore_weights,
+    tied_names,
+    weight_pieces,
+    whole_parameters,
+)
+from largetrain.engine.loss_scale import moving_scale, restore_scale
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, optimizer_by_name, skip_infinite_updates
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
 from largetrain.errors import LargetrainError
+from largetrain.parallel.pieces import Pieces, Snapshot, share_out
 from largetrain.tasks.base import Task
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WITHOUT_GRADIENT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 EMA_PREFIX = "ema_"
-# what DeepSpeed's DynamicLossScaler moves
-SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class UnusedParametersError(LargetrainError):
@@ -101,6 +120,8 @@ class DdpBackend:
         self._buffers = BufferGuard(self.module)
         self._half, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
+        self.updates = 0
+        """Updates, skipped ones included."""
         self.applied = 0
         """Updates that were not skipped: what schedules count."""
         self.scaler, self._scales = _loss_scaling(engine_config.get("fp16", {}), self.precision, device.type)
@@ -188,74 +209,87 @@ class DdpBackend:
         with self._evaluating() as models:
             return self.task.preview(models.get(EMA_PREFIX, models[""]), self._to_device(batch))
 
-    def save(self, directory: Path) -> None:
-        """Write the state into `directory`: rank 0 what all ranks share, each rank its own buffers if they differ.
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights and buffers by name, tied ones under their first name."""
+        named = [*self.module.named_parameters(), *saved_buffers(self.module)]
+        return {name: tuple(tensor.shape) for name, tensor in named}
 
-        Tensors and plain types only, so that `torch.load(weights_only=True)` reads it.
-        """
-        rank, averages = dist.get_rank(), [self.module, *([self.ema.module] if self.ema else [])]
-        own = [[buffer.clone() for buffer in floating_buffers(model)] for model in averages]
+    def snapshot(self) -> Snapshot:
+        """This rank's share of what all ranks hold, and its own buffers where those differ; collective."""
+        own = {"buffers": [[buffer.clone() for buffer in floating_buffers(model)] for model in self._averaged()]}
         with ExitStack() as stack:
-            differ = [stack.enter_context(equal_buffers(model)) for model in averages]
-            if any(differ):
-                torch.save(own, _buffer_file(directory, rank))
-            if rank == 0:
-                torch.save(self.module.state_dict(), directory / "model.pt")
-                torch.save(self._training_state(), directory / "training.pt")
+            differ = [stack.enter_context(equal_buffers(model)) for model in self._averaged()]
+            pieces = buffer_pieces(self.module)
+            if self.ema is not None:
+                pieces += buffer_pieces(self.ema.module, EMA)
+        held = list(whole_parameters(self._named))
+        frozen = list(whole_parameters(p for p in self.module.named_parameters() if not p[1].requires_grad))
+        pieces += weight_pieces([*held, *frozen]) + optimizer_pieces(held, self.optimizer)
+        if self.ema is not None:
+            averages = whole_parameters(self.ema.module.named_parameters())
+            pieces += [part.piece(EMA + part.name, part.owner) for part in averages]
+        bound = layout_bound(dict(self._named), self.optimizer)
+        shared = {
+            "updates": self.updates,
+            "applied": self.applied,
+            "loss_scale": moving_scale(self._scales),
+            "optimizer": optimizer_numbers(dict(self._named), self.optimizer),
+            "layout_bound": bool(bound),
+            "tied": tied_names(self.module),
+            "ema": self.ema.counters() if self.ema is not None else None,
+        }
+        mine = {**(own if any(differ) else {}), **({"optimizer": bound} if bound else {})}
+        return Snapshot(share_out(pieces, dist.get_rank(), dist.get_world_size()), shared, mine)
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on the same layout; the run's optimizer parameters, groups and schedule hold."""
-        self.load_weights(directory)
-        state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
-        # by name: other groups (parameters.lr_factors, weight decays) put the parameters into another order
-        of_name = {name: state["optimizer"]["state"].get(i, {}) for i, name in enumerate(state["parameters"])}
-        sorted_anew = {i: of_name[name] for i, name in enumerate(self._optimized()) if of_name.get(name)}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": sorted_anew})
-        self.applied = state["applied"]
+    def restore(self, pieces: Pieces, same_layout: bool) -> None:
+        """Take up what `snapshot` gave, of any layout; the run's optimizer parameters, groups and schedule hold.
+
+        Raises:
+            CheckpointError: the checkpoint lacks something, or only the layout that wrote it can use it.
+        """
+        shared = pieces.shared
+        own = own_part(pieces, same_layout)
+        self.load_weights(pieces)
+        held = list(whole_parameters(self._named))
+        bound = own.get("optimizer", {})
+        restore_optimizer(held, dict(self._named), self.optimizer, pieces, shared["optimizer"], bound)
+        self.updates, self.applied = shared["updates"], shared["applied"]
         if self.scheduler is not None:
             schedules.go_to(self.scheduler, self.applied)
-        # a fixed scale is that of the JSON, and so are the rules of a moving one
-        if self.scaler is not None and self._scales.dynamic and state["loss_scale"] is not None:
-            vars(self._scales).update(state["loss_scale"])
+        restore_scale(self._scales, shared["loss_scale"])
+        if self.scaler is not None and self._scales.dynamic:
             # not `update`: before its first use the scaler has no tensor to set
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": float(self._scales.cur_scale)})
-        own = _buffer_file(directory, dist.get_rank())
-        if own.exists():
-            averages = [self.module, *([self.ema.module] if self.ema else [])]
-            # not strict: a moving average may have been taken out of the run, or put in
-            for model, kept in zip(averages, torch.load(own, self.device, weights_only=True), strict=False):
-                for buffer, value in zip(floating_buffers(model), kept, strict=True):
-                    buffer.copy_(value)
+        # not strict: a moving average may have been taken out of the run, or put in
+        for model, kept in zip(self._averaged(), own.get("buffers", []), strict=False):
+            for buffer, value in zip(floating_buffers(model), kept, strict=True):
+                buffer.copy_(value)
 
-    def load_weights(self, directory: Path) -> None:
-        """Restore weights, buffers and moving average alone: for evaluation, on any number of ranks."""
-        self.module.load_state_dict(torch.load(directory / "model.pt", map_location=self.device, weights_only=True))
-        if self.ema is not None:
-            state = torch.load(directory / "training.pt", map_location=self.device, weights_only=True)
-            if state["ema"] is None:  # the run had none so far: it begins with the weights as they are
-                self.ema.module.load_state_dict(self.module.state_dict())
-            else:
-                self.ema.load_state_dict(state["ema"])
+    def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
+        """Take weights, buffers and moving average alone, of these names or all of them, on any number of ranks."""
+        chosen = [part for part in self.module.named_parameters() if names is None or part[0] in names]
+        restore_weights(whole_parameters(chosen), pieces)
+        restore_buffers(self.module, pieces, names)
+        if self.ema is None:
+            return
+        if pieces.shared.get("ema") is None or names is not None:  # it begins with the weights as they are
+            self.ema.module.load_state_dict(self.module.state_dict())
+            return
+        for part in whole_parameters(self.ema.module.named_parameters()):
+            part.fill(part.owner, read(pieces, EMA + part.name, part.shape))
+        restore_buffers(self.ema.module, pieces, prefix=EMA)
+        self.ema.go_to(pieces.shared["ema"])
 
-    def _training_state(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "parameters": self._optimized(),
-            "applied": self.applied,
-            "loss_scale": _moving_state(self._scales),
-            "ema": self.ema.state_dict() if self.ema is not None else None,
-        }
-
-    def _optimized(self) -> list[str]:
-        """Names of the parameters in the optimizer's order."""
-        name_of = {id(parameter): name for name, parameter in self._named}
-        return [name_of[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _averaged(self) -> list[nn.Module]:
+        """The model and its moving average."""
+        return [self.module, *([self.ema.module] if self.ema else [])]
 
     def _update(self) -> bool:
         """Unscale, clip and step, or skip when gradients are not finite; the same decision on all ranks."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.optimizer.step()
+        self.updates += 1
         if self.optimizer.overflow:  # type: ignore[attr-defined]
             return False
         self.applied += 1
@@ -345,12 +379,3 @@ def _loss_scaling(fp16: dict[str, Any], precision: str, device: str) -> tuple[to
         dtype=torch.float16,
     )
     return torch.amp.GradScaler(device, init_scale=rule.cur_scale, growth_interval=rule.scale_window), rule
-
-
-def _moving_state(scales: Any) -> dict[str, Any] | None:
-    """What changes from update to update; None for a fixed scale."""
-    return {key: getattr(scales, key) for key in SCALE_STATE} if scales is not None and scales.dynamic else None
-
-
-def _buffer_file(directory: Path, rank: int) -> Path:
-    return directory / f"buffers-rank-{rank:05d}.pt"

@@ -3,24 +3,37 @@
 Where DeepSpeed 0.19 does not do what its JSON says, the mend is here, and in `config/served`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
+from largetrain.engine.buffers import buffer_pieces, restore_buffers, saved_buffers
 from largetrain.engine.half_on_cpu import half_arithmetic
+from largetrain.engine.held import (
+    layout_bound,
+    optimizer_numbers,
+    optimizer_pieces,
+    own_part,
+    restore_optimizer,
+    restore_weights,
+    tied_names,
+    weight_pieces,
+)
+from largetrain.engine.loss_scale import moving_scale, restore_scale
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
-from largetrain.engine.saving import failures_kept
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import UpdateSums, evaluation_sums
+from largetrain.engine.zero_state import copy_into_model, frozen_pieces, held_by, owners_of, restore_frozen
+from largetrain.parallel.pieces import Pieces, Snapshot, share_out
 from largetrain.tasks.base import Task
 
 
@@ -36,6 +49,13 @@ def dtype_of(engine_config: dict[str, Any]) -> torch.dtype:
 def stage_of(engine_config: dict[str, Any]) -> int:
     """ZeRO stage that the engine JSON asks for."""
     return int(engine_config.get("zero_optimization", {}).get("stage", 0))
+
+
+def offload_of(engine_config: dict[str, Any]) -> dict[str, str]:
+    """Device that each kind of state is offloaded to, of those that are."""
+    zero = engine_config.get("zero_optimization", {})
+    devices = {kind: (zero.get(f"offload_{kind}") or {}).get("device", "none") for kind in ("optimizer", "param")}
+    return {kind: device for kind, device in devices.items() if device != "none"}
 
 
 def sharded_construction(engine_config: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -168,30 +188,81 @@ class DeepSpeedBackend:
         with evaluation_mode(self.engine), torch.no_grad(), self._arithmetic():
             return self.task.preview(self.engine, self._to_device(batch))
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of weights, optimizer, scheduler and loss scale into `directory`.
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights and buffers by name, tied ones under their first name."""
+        whole = [
+            (name, getattr(parameter, "ds_shape", parameter.shape))
+            for name, parameter in self.engine.module.named_parameters()
+        ]
+        kept = [(name, buffer.shape) for name, buffer in saved_buffers(self.engine.module)]
+        return {name: tuple(shape) for name, shape in whole + kept}
 
-        Raises:
-            OSError: this rank could not write a file; raised after the collectives, so that no rank waits for it.
-        """
-        with failures_kept(self.engine):
-            self.engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+    def snapshot(self) -> Snapshot:
+        """This rank's part of weights, optimizer state and loss scale; collective."""
+        held = held_by(self.engine, self.stage)
+        owners = owners_of(self.engine, self.stage)
+        mine = weight_pieces(held) + optimizer_pieces(held, self._inner)
+        alike, sharded = frozen_pieces(self.engine.module)
+        alike += buffer_pieces(self.engine.module)
+        if self.stage == 0:  # every rank holds everything
+            alike, mine = mine + alike, []
+        bound = layout_bound(owners, self._inner)
+        shared = {
+            "updates": self.engine.global_steps,
+            "applied": self.engine.global_steps - self.engine.skipped_steps,
+            "loss_scale": moving_scale(self._scaler),
+            "optimizer": optimizer_numbers(owners, self._inner),
+            # Muon's momentum follows DeepSpeed's own order of whole matrices
+            "layout_bound": bool(bound) or type(self._inner).__name__.lower().startswith("muon"),
+            "tied": tied_names(self.engine.module),
+        }
+        pieces = mine + sharded + share_out(alike, dist.get_rank(), dist.get_world_size())
+        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {})
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote on the same layout.
+    def restore(self, pieces: Pieces, same_layout: bool) -> None:
+        """Take up weights, optimizer state, counters and loss scale, whatever layout wrote them; collective.
 
         Optimizer parameters and the schedule are those of the engine JSON: with an unchanged one the same bits,
         with another learning rate or length the new ones, and not silently what the checkpoint remembers.
+
+        Raises:
+            CheckpointError: the checkpoint lacks something, or only the layout that wrote it can use it.
         """
-        given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        # not the schedule's state: the run may have had another, or none, which DeepSpeed does not expect
-        path, _ = self.engine.load_checkpoint(str(directory.parent), tag=directory.name, load_lr_scheduler_states=False)
-        if path is None:
-            raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
-        for group, values in zip(self.optimizer.param_groups, given, strict=True):
-            group.update(values)
+        shared = pieces.shared
+        own = own_part(pieces, same_layout)
+        self._fill(pieces)
+        held, owners = held_by(self.engine, self.stage), owners_of(self.engine, self.stage)
+        restore_optimizer(held, owners, self._inner, pieces, shared["optimizer"], own.get("optimizer", {}))
+        if self.stage in (1, 2):
+            self.optimizer._hp_optimizer_states_linked = False  # DeepSpeed's views of the state are made anew
+        copy_into_model(self.engine, self.stage)
+        updates = shared["updates"]
+        self.engine.global_steps, self.engine.skipped_steps = updates, updates - shared["applied"]
+        self.engine.micro_steps = updates * self.accumulation
+        self.engine.global_samples = updates * self.engine.train_batch_size()
+        restore_scale(self._scaler, shared["loss_scale"])
         if self.scheduler is not None:
-            schedules.go_to(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
+            schedules.go_to(self.scheduler, shared["applied"])
+
+    def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
+        """Take weights and buffers alone, of these names or all of them; collective."""
+        self._fill(pieces, names)
+        copy_into_model(self.engine, self.stage)
+
+    def _fill(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
+        held = held_by(self.engine, self.stage)
+        restore_weights([part for part in held if names is None or part.name in names], pieces)
+        restore_frozen(self.engine.module, pieces, names)
+        restore_buffers(self.engine.module, pieces, names)
+
+    @property
+    def _inner(self) -> Any:
+        """The optimizer that updates tensors, below DeepSpeed's wrapper."""
+        return self.optimizer if self.stage == 0 else self.optimizer.optimizer
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.optimizer, "loss_scaler", None) if self.dtype == torch.float16 else None
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

@@ -1,7 +1,5 @@
 """An exponential moving average of weights and buffers (torch.optim.swa_utils), stepped by updates."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -39,16 +37,12 @@ class Ema:
         module: nn.Module = self.averaged.module
         return module
 
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain types."""
-        return {
-            "updates": self.updates,
-            "n_averaged": int(self.averaged.n_averaged),
-            "module": self.module.state_dict(),
-        }
+    def counters(self) -> dict[str, int]:
+        """What the average knows beside its tensors."""
+        return {"updates": self.updates, "n_averaged": int(self.averaged.n_averaged)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.updates = state["updates"]
+    def go_to(self, counters: dict[str, int]) -> None:
+        """Go on from saved counters; the tensors are the caller's."""
+        self.updates = counters["updates"]
         with torch.no_grad():
-            self.averaged.n_averaged.fill_(state["n_averaged"])
-        self.module.load_state_dict(state["module"])
+            self.averaged.n_averaged.fill_(counters["n_averaged"])

@@ -74,9 +74,13 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def seed_rank(seed: int, data_parallel_rank: int) -> None:
-    """Give each data-parallel rank its own dropout stream; initial weights were drawn from the common one."""
-    mixed = np.random.SeedSequence([seed, data_parallel_rank + 1])
+def seed_rank(seed: int, data_parallel_rank: int, step: int = 0) -> None:
+    """Give each data-parallel rank its own dropout stream; initial weights were drawn from the common one.
+
+    Args:
+        step: updates done, where a run goes on with another number of ranks.
+    """
+    mixed = np.random.SeedSequence([seed, data_parallel_rank + 1, *([step] if step else [])])
     first, second, third = (int(word) for word in mixed.generate_state(3))
     torch.manual_seed(first)
     np.random.seed(second)

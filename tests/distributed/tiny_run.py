@@ -138,13 +138,12 @@ def train(
 
 
 def digests(backend: Any) -> dict[str, str]:
-    """SHA-256 of this rank's weights, optimizer state (moments, masters, loss scaler) and random generators."""
-    weights = {
-        name: getattr(parameter, "ds_tensor", parameter) for name, parameter in backend.engine.module.named_parameters()
-    }
+    """SHA-256 of this rank's weights, optimizer state (moments, masters, loss scale) and random generators."""
+    wrapped = getattr(backend, "engine", backend)
     parts = {
-        "weights": weights,
+        "weights": {name: getattr(p, "ds_tensor", p) for name, p in wrapped.module.named_parameters()},
         "optimizer": backend.optimizer.state_dict(),
+        "loss_scale": backend.loss_scale,
         "schedule": backend.scheduler.state_dict() if backend.scheduler is not None else {},
         "random": random_state(torch.device("cpu")),
     }

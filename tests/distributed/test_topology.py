@@ -1,0 +1,79 @@
+"""A run goes on with other ranks, another ZeRO stage, offload or backend: same data, same curve to rounding."""
+
+import pytest
+import torch
+
+from largetrain.errors import ConfigError
+from tests.distributed.layouts import GLOBAL_BATCH, SAVED, STEPS, Layout, continued, prepare, straight
+from tests.distributed.tiny_run import SEQ_LEN, train
+from tests.ranks import run_ranks
+from tests.reference import tolerance_for
+
+# each stage as source and as goal, ranks halved, doubled and made odd, and both backends
+CHANGES = [
+    (Layout(stage=0, ranks=2), Layout(stage=3, ranks=1)),
+    (Layout(stage=1, ranks=1), Layout(stage=2, ranks=2)),
+    (Layout(stage=2, ranks=2), Layout(stage=1, ranks=4)),
+    (Layout(stage=3, ranks=4), Layout(stage=0, ranks=3)),
+    (Layout(stage=3, ranks=3), Layout(stage=3, ranks=2, accumulation=3)),
+    (Layout(backend="ddp", ranks=2), Layout(stage=3, ranks=2)),
+    (Layout(stage=2, ranks=2), Layout(backend="ddp", ranks=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("topology")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def never_stopped(folder):
+    """The run on one rank without ZeRO, which all others equal."""
+    return straight(folder, Layout(stage=0, ranks=1))
+
+
+def check_same_run(found, reference, dtype=torch.float32):
+    """Data to the sample; loss, weights and moments to the rounding of sums.
+
+    An update sums the gradients of GLOBAL_BATCH x 16 tokens in another order: see `tolerance_for`.
+    """
+    assert [update["step"] for update in found.updates] == list(range(1, STEPS + 1))
+    assert found.samples == reference.samples
+    assert [update["lr"] for update in found.updates] == [update["lr"] for update in reference.updates]
+    near = tolerance_for(dtype, terms=GLOBAL_BATCH * SEQ_LEN, updates=STEPS)
+    losses, wanted = ([update["loss"] for update in run.updates] for run in (found, reference))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), **near)
+    assert found.tensors.keys() == reference.tensors.keys()
+    for key, tensor in reference.tensors.items():
+        torch.testing.assert_close(found.tensors[key], tensor, **near, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES, ids=lambda layout: str(layout))
+def test_a_run_goes_on_on_another_layout(folder, never_stopped, first, second):
+    found = continued(folder, first, second)
+    check_same_run(found, never_stopped)
+    told = "\n".join(found.lines)
+    if first.ranks != second.ranks:
+        assert f"number of ranks was {first.ranks}, now {second.ranks}" in told
+    assert "up to the rounding of sums" in told
+    # what was trained before the change is not trained again
+    assert len(found.updates) == STEPS
+    assert found.updates[SAVED]["step"] == SAVED + 1
+
+
+def resume(folder, sets):
+    return train(folder, STEPS, "batch", "auto", sets)
+
+
+def test_another_global_batch_is_refused_with_the_way_to_keep_it(folder):
+    layout = Layout(ranks=2)
+    run_ranks(train, 2, folder, STEPS, "batch", None, layout.sets, SAVED)
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(resume, 1, folder, layout.sets)
+    assert "global batch was 12, now 6" in caught.value.problems[0]
+    assert "--set gradient_accumulation_steps=2" in caught.value.problems[-1]
+    sets = [text.replace("accumulation_steps=1", "accumulation_steps=2") for text in layout.sets]
+    went_on = run_ranks(resume, 1, folder, sets)[0]
+    assert [update["step"] for update in went_on.updates] == list(range(SAVED + 1, STEPS + 1))

@@ -1,0 +1,81 @@
+"""Every change of layout on resume: ranks, ZeRO stage, offload, backend, precision of the state.
+
+    python -m tests.sweeps.topology [--precision fp32|bf16|fp16] [--only WORD ...]
+
+Each cell stops a small run after update 4 on one layout and ends it on another; samples must be those of the run that
+is never stopped, and loss, weights and moments equal to the rounding of sums (fp32), or near (half precision). There
+is no conversion: the seconds are those of the second part with its start. Ten minutes on two cores; CI runs a core.
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.distributed.layouts import GLOBAL_BATCH, STEPS, Continuation, Layout, continued, prepare, straight
+from tests.distributed.tiny_run import SEQ_LEN
+from tests.reference import tolerance_for
+
+BACKENDS = [Layout(stage=stage) for stage in range(4)] + [Layout(backend="ddp", stage=0)]
+RANKS = [(2, 1), (1, 2), (2, 4), (4, 3)]
+
+
+def changes() -> list[tuple[Layout, Layout]]:
+    """All pairs of stages and backends, with every change of ranks; offload on and off."""
+    cells = []
+    for (one, other), (before, after) in itertools.product(itertools.product(BACKENDS, repeat=2), RANKS):
+        cells.append((_on(one, before), _on(other, after)))
+    for stage in (1, 2, 3):
+        with_offload, without = Layout(stage=stage, offload=True), Layout(stage=stage)
+        cells += [(with_offload, without), (without, with_offload), (with_offload, _on(with_offload, 4))]
+    return cells
+
+
+def _on(layout: Layout, ranks: int) -> Layout:
+    return Layout(layout.backend, layout.stage, ranks, layout.accumulation, layout.offload)
+
+
+def worst(found: Continuation, reference: Continuation) -> tuple[float, float]:
+    """Largest relative error of the loss; largest error of weights and moments, of their tensor's largest element."""
+    pairs = zip(found.updates, reference.updates, strict=True)
+    loss = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
+    errors = [
+        float((found.tensors[key].double() - tensor.double()).abs().max() / tensor.double().abs().max().clamp(min=1e-3))
+        for key, tensor in reference.tensors.items()
+        if tensor.numel()
+    ]
+    return loss, max(errors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--only", nargs="*", default=[], help="cells whose name holds all these words")
+    options = parser.parse_args()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+    bound = tolerance_for(dtype, terms=GLOBAL_BATCH * SEQ_LEN, updates=STEPS)["rtol"]
+    failures = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, options.precision)
+        reference = straight(folder, Layout(stage=0 if options.precision == "fp32" else 1, ranks=1))
+        for first, second in changes():
+            title = f"{first} -> {second}"
+            if not all(word in title for word in options.only):
+                continue
+            found = continued(folder, first, second)
+            loss, tensors = worst(found, reference)
+            same = found.samples == reference.samples and found.tensors.keys() == reference.tensors.keys()
+            passed = same and max(loss, tensors) <= bound
+            failures += not passed
+            verdict = "ok" if passed else "FAILED" if same else "FAILED: other samples or tensors"
+            print(f"{title:<40} loss {loss:.1e}  tensors {tensors:.1e}  {found.seconds:4.1f} s  {verdict}", flush=True)
+    print(f"bound {bound:.1e}; {failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
