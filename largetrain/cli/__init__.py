@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("largetrain.cli.train", "train a model (the default when no command is given)"),
     "config": ("largetrain.cli.config", "print the resolved configuration, the reference, or a JSON schema"),
     "check": ("largetrain.cli.check", "lint any DeepSpeed JSON, ours or not; exit code 0 or 2"),
+    "checkpoint": ("largetrain.cli.checkpoint", "list, show, verify, diff, prune, reshard, export, import checkpoints"),
     "setup": ("largetrain.cli.setup", "prepare this environment: compile operators, teach `deepspeed` the -m"),
 }
 # What only prints: when its reader (head, less) goes, nothing is lost. A training run is never in here.
