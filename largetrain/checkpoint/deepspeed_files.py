@@ -73,7 +73,9 @@ def deepspeed_weights(folder: Path, key: str, *, trust: bool = False) -> Source:
     partitions = reader.partitions(optimizers, stage)
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in _groups(first, models[0], key)]
     if stage <= 2:
-        state = _from_groups(shapes, partitions, reader.paddings, folder, key)
+        # whole weights lie in the model file too, in the precision of training: all that there is of frozen ones
+        state = {name: in_memory(tensor) for name, tensor in module.items() if isinstance(tensor, Tensor)}
+        state.update(_from_groups(shapes, partitions, reader.paddings, folder, key))
     else:
         merged = {name: shape for group in shapes for name, shape in group.items()}
         state = _from_slices(merged, partitions, folder, key)
@@ -150,7 +152,9 @@ class _Reader:
             found.append([flat.reshape(-1) for flat in groups])
             if path == files[0]:
                 self.paddings = state.get("param_alignment_paddings")
-        if any([flat.numel() for flat in ranks] != [flat.numel() for flat in found[0]] for ranks in found):
+        # at stages 1 and 2 the padding of the last rank is left out
+        sizes = [[flat.numel() for flat in groups] for groups in found]
+        if any(len(one) != len(sizes[0]) or (stage == 3 and one != sizes[0]) for one in sizes):
             raise ConfigError(f"{self.key}: the ranks of {self.folder} hold parts of different sizes; copy it anew.")
         return found
 
