@@ -100,24 +100,31 @@ def run(stopped_run, tmp_path):
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["zero_optimization.stage=1"], "zero_optimization.stage was 2, now 1"),
-        (["bf16.enabled=true"], "precision (fp16/bf16.enabled) was float32, now bfloat16"),
         (["model.layers=3", "model.heads=4"], "model.layers was 2, now 3"),
-        (["gradient_accumulation_steps=1"], "batch.gradient_accumulation_steps was 2, now 1"),
+        (["gradient_accumulation_steps=1"], "global batch was 8, now 4"),
         (["seed=5"], "seed was 1234, now 5"),
         (["optimizer.type=Adam"], "optimizer.type was AdamW, now Adam"),
     ],
 )
-def test_another_layout_is_refused_with_both_values(run, sets, words):
+def test_another_run_is_refused_with_both_values(run, sets, words):
     with pytest.raises(ConfigError) as caught:
         run_ranks(resume_with, 2, run, sets)
     assert words in str(caught.value)
     assert "step-00000006" in str(caught.value)
 
 
-def test_another_number_of_ranks_is_refused_with_both_numbers(run):
-    with pytest.raises(ConfigError, match="number of ranks was 2, now 1"):
-        run_ranks(resume_with, 1, run, [])
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["zero_optimization.stage=1"], "zero_optimization.stage was 2, now 1"),
+        (["bf16.enabled=true"], "precision (fp16/bf16.enabled) was float32, now bfloat16: the new value holds"),
+        (["parameters.bias_weight_decay=0.0"], "parameters.bias_weight_decay was None, now 0.0"),
+    ],
+)
+def test_another_layout_and_precision_are_announced(run, sets, words):
+    resumed = run_ranks(resume_with, 2, run, sets)[0]
+    assert [update["step"] for update in resumed.updates] == list(range(7, STEPS + 1))
+    assert any(words in line for line in resumed.lines)
 
 
 def test_other_data_are_refused(run):
@@ -138,20 +145,26 @@ def breakages():
         return "manifest.json"
 
     def without_a_file(checkpoint):
-        next(checkpoint.glob("*rank_1*optim_states.pt")).unlink()
-        return "optim_states.pt"
+        (checkpoint / "pieces" / "rank-00001.safetensors").unlink()
+        return "rank-00001.safetensors"
 
     def with_a_cut_file(checkpoint):
-        file = checkpoint / "rng" / "rank-00001.pt"
+        file = checkpoint / "ranks" / "rank-00001.pt"
         file.write_bytes(file.read_bytes()[:-1])
         return "rank-00001.pt"
 
     def with_an_empty_file(checkpoint):
-        file = next(checkpoint.glob("*model_states.pt"))
-        file.write_bytes(b"")
-        return "model_states.pt"
+        (checkpoint / "pieces" / "rank-00000.safetensors").write_bytes(b"")
+        return "rank-00000.safetensors"
 
-    return [without_manifest, without_a_file, with_a_cut_file, with_an_empty_file]
+    def with_a_flipped_bit(checkpoint):
+        file = checkpoint / "pieces" / "rank-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+        return "rank-00001.safetensors"
+
+    return [without_manifest, without_a_file, with_a_cut_file, with_an_empty_file, with_a_flipped_bit]
 
 
 @pytest.mark.parametrize("damage", breakages(), ids=lambda damage: damage.__name__)

@@ -50,7 +50,7 @@ def check_same_run(found, reference, dtype=torch.float32):
         torch.testing.assert_close(found.tensors[key], tensor, **near, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize(("first", "second"), CHANGES, ids=lambda layout: str(layout))
+@pytest.mark.parametrize(("first", "second"), CHANGES, ids=str)
 def test_a_run_goes_on_on_another_layout(folder, never_stopped, first, second):
     found = continued(folder, first, second)
     check_same_run(found, never_stopped)

@@ -170,7 +170,7 @@ def digests(backend: Any) -> dict[str, str]:
     parts = {
         "weights": dict(backend.module.named_parameters()),
         "statistics": dict(backend.module.named_buffers()),
-        "average": backend.ema.state_dict() if backend.ema is not None else {},
+        "average": {**backend.ema.module.state_dict(), **backend.ema.counters()} if backend.ema is not None else {},
         "optimizer": backend.optimizer.state_dict(),
         "schedule": backend.scheduler.state_dict() if backend.scheduler is not None else {},
         "loss_scale": vars(backend._scales) if backend._scales is not None else {},

@@ -159,7 +159,7 @@ def _digest(value: Any) -> str:
             sha.update(str((item.dtype, tuple(item.shape))).encode())
             sha.update(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
         elif isinstance(item, Mapping):
-            for key, below in item.items():
+            for key, below in sorted(item.items(), key=lambda pair: str(pair[0])):
                 sha.update(str(key).encode())
                 feed(below)
         elif isinstance(item, list | tuple):
