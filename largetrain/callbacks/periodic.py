@@ -1,7 +1,8 @@
 """Evaluation, checkpoints and the guard against runs that no longer learn."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,9 +10,14 @@ import torch
 import torch.distributed as dist
 
 from largetrain.callbacks.base import Callback, Moment
-from largetrain.checkpoint.manager import CheckpointError
+from largetrain.callbacks.preemption import Abandoned, Preemption
 from largetrain.engine.base import Backend, MicroBatch
-from largetrain.errors import DivergedError
+from largetrain.engine.signals import Stop
+from largetrain.errors import CheckpointError, DivergedError
+from largetrain.parallel.agreement import StepAgreement
+
+CHECKPOINT = int(Stop.NOT_A_STOP)
+"""Bit of the agreement after updates: a checkpoint is due by the clock."""
 
 
 def _first_kept(batches: Iterator[MicroBatch], kept: list[MicroBatch]) -> Iterator[MicroBatch]:
@@ -19,6 +25,11 @@ def _first_kept(batches: Iterator[MicroBatch], kept: list[MicroBatch]) -> Iterat
         if not kept:
             kept.append(batch)
         yield batch
+
+
+def is_due(step: int, every_steps: int, at_end: bool) -> bool:
+    """Whether what happens every so many updates (0: never), or at the end that this is, happens after this one."""
+    return at_end or (every_steps > 0 and step % every_steps == 0)
 
 
 class BestSoFar(Protocol):
@@ -34,6 +45,8 @@ class Evaluation(Callback):
 
     Args:
         batches: makes this rank's evaluation batches anew; equally many on every rank.
+        owed: the run goes on after an update whose evaluation was never finished, so it begins with that one.
+        preemption: may give an evaluation up.
     """
 
     def __init__(
@@ -43,21 +56,38 @@ class Evaluation(Callback):
         every_steps: int,
         at_end: bool,
         listeners: Iterable[Callback],
+        *,
+        owed: bool = False,
+        preemption: Preemption | None = None,
     ):
         self.backend, self.batches = backend, batches
         self.every_steps, self.at_end = every_steps, at_end
         self.listeners = tuple(listeners)
+        self.owed, self.preemption = owed, preemption
+
+    def on_start(self, step: int) -> None:
+        if self.owed:
+            self._evaluate(step)
 
     def on_step(self, moment: Moment) -> None:
-        due = self.every_steps > 0 and moment.step % self.every_steps == 0
-        if due or (self.at_end and moment.last):
-            first: list[MicroBatch] = []
-            figures = self.backend.evaluate(_first_kept(self.batches(), first))
-            picture = self.backend.preview(first[0]) if first else None
-            for listener in self.listeners:
-                listener.on_evaluation(moment.step, figures)
-                if picture is not None:
-                    listener.on_picture(moment.step, picture)
+        if is_due(moment.step, self.every_steps, self.at_end and moment.last):
+            self._evaluate(moment.step)
+
+    def _evaluate(self, step: int) -> None:
+        first: list[MicroBatch] = []
+        batches = _first_kept(self.batches(), first)
+        if self.preemption is None:
+            figures = self.backend.evaluate(batches)
+        else:
+            try:
+                figures = self.backend.evaluate(self.preemption.watched(batches))
+            except Abandoned:
+                self.preemption.stop(step)
+        picture = self.backend.preview(first[0]) if first else None
+        for listener in self.listeners:
+            listener.on_evaluation(step, figures)
+            if picture is not None:
+                listener.on_picture(step, picture)
 
 
 class Best(Callback):
@@ -97,15 +127,40 @@ class Best(Callback):
 
 
 class Checkpointing(Callback):
-    """Calls `save` every `every_steps` updates and after the last one."""
+    """Calls `save` every `every_steps` updates, at milestones, after the last update, and by the clock.
 
-    def __init__(self, save: Callable[[], object], every_steps: int, at_end: bool):
+    Args:
+        save: writes a checkpoint, or finds the one of this step; may return before it is on the disk.
+        milestones: further updates after which one is written.
+        every_minutes: longest time between two, or None. By the clock of any rank: `flags` has to be among the
+            sources of `agreement`, whose last answer counts here after the following update.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[], object],
+        every_steps: int,
+        at_end: bool,
+        *,
+        milestones: Collection[int] = (),
+        every_minutes: float | None = None,
+        agreement: StepAgreement | None = None,
+    ):
         self.save, self.every_steps, self.at_end = save, every_steps, at_end
+        self.milestones, self.every_minutes, self.agreement = frozenset(milestones), every_minutes, agreement
+        self._saved_at = time.monotonic()
+
+    def flags(self) -> int:
+        """`CHECKPOINT` when this rank's clock says that the next one is due."""
+        late = self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+        return CHECKPOINT if late else 0
 
     def on_step(self, moment: Moment) -> None:
-        due = self.every_steps > 0 and moment.step % self.every_steps == 0
-        if due or (self.at_end and moment.last):
+        asked = self.agreement is not None and bool(self.agreement.last & CHECKPOINT)
+        milestone = moment.step in self.milestones
+        if asked or milestone or is_due(moment.step, self.every_steps, self.at_end and moment.last):
             self.save()
+            self._saved_at = time.monotonic()
 
 
 class Guard(Callback):

@@ -49,6 +49,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", metavar="N", help="optimizer updates to run")
     parser.add_argument("--epochs", metavar="N", help="passes over the training data to run, instead of --steps")
+    parser.add_argument(
+        "--max-minutes",
+        metavar="N",
+        help="stop with a checkpoint and exit code 75 so many minutes after the start; --resume auto goes on",
+    )
     parser.add_argument("--seed", metavar="N", help="seed of weights, data order, dropout and augmentation")
     parser.add_argument("--name", metavar="NAME", help="name of the run")
     parser.add_argument("--output", metavar="DIR", help="output folder; absent: runs/<name>-<time>/")
@@ -104,10 +109,10 @@ def _resume_problems(resume: str | None) -> list[str]:
 
 def _load(namespace: argparse.Namespace, world: World) -> Resolved:
     flags: dict[str, tuple[str, Any]] = {}
-    for key in ("steps", "epochs", "seed", "name", "output"):
+    for key in ("steps", "epochs", "max_minutes", "seed", "name", "output"):
         value = getattr(namespace, key)
         if value is not None:
-            flags[key] = (f"--{key}", _number(value) if key in ("steps", "epochs", "seed") else value)
+            flags[key] = (f"--{key.replace('_', '-')}", value if key in ("name", "output") else _number(value))
     return load(
         namespace.ds_config,
         namespace.config,

@@ -3,12 +3,14 @@
 import errno
 import gc
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from largetrain.cli.arguments import load_from_args, train_parser
 from largetrain.config.resolved import Resolved
 from largetrain.config.world import World, launch_world
-from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError
+from largetrain.engine.signals import FLAGS, Stop, StopRequests, take_signals
+from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError, PreemptedError
 
 LONE_VALUE = "Expected more than 1 value per channel when training"  # torch.nn.functional.batch_norm
 # how gloo, and parallel/channel, word that the other end is gone
@@ -26,6 +28,15 @@ class PeerLostError(LargetrainError):
         self.on_all_ranks = rank != 1
 
 
+class StoppedError(LargetrainError):
+    """Signals ended another rank before all had agreed to save: nothing was saved but earlier checkpoints."""
+
+    def __init__(self, asked: Stop):
+        number = next(number for number, flag in FLAGS.items() if flag & asked)
+        super().__init__(f"stopped by {number.name} without saving; --resume auto goes on from the last checkpoint")
+        self.exit_code = 128 + number
+
+
 def run(argv: Sequence[str]) -> int:
     """Train; torch and deepspeed are imported only once the configuration is known to be right.
 
@@ -33,9 +44,9 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: the user's files, flags, data or checkpoint are wrong; as a rule nothing heavy has begun.
         DivergedError: see `callbacks.periodic.Guard`.
         PeerLostError: another rank ended while this one waited for it.
+        PreemptedError: the run was asked to stop, and has saved.
 
-    Ctrl-C: without a launcher the exit code is 130. `deepspeed` ends its ranks and dies of the signal (130 in a
-    shell); torchrun ends them and returns 1.
+    SIGTERM, SIGUSR1 and SIGINT: see `engine.signals.StopRequests`; an evaluation alone never has anything to save.
     """
     options = train_parser("largetrain train").parse_args(argv)
     world = launch_world()
@@ -46,9 +57,10 @@ def run(argv: Sequence[str]) -> int:
 
             print(readable(resolved), end="")
         return EXIT_DONE
+    requests = take_signals(speaks=world.rank == 0)
     job = _evaluate if options.evaluate else _train
     try:
-        return job(resolved, world, options.resume, options.verbose)
+        return job(resolved, world, options, requests)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -65,17 +77,19 @@ def run(argv: Sequence[str]) -> int:
     except RuntimeError as error:
         if world.world_size == 1 or not PEER_LOST.search(str(error)):
             raise
+        if requests.asked:  # the signal reached the other one too soon or twice
+            raise StoppedError(requests.asked) from error
         raise PeerLostError(
             f"this rank stops because another one has ended, whose message or traceback tells why ({error})",
             world.rank,
         ) from error
 
 
-def _evaluate(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
+def _evaluate(resolved: Resolved, world: World, options: Namespace, requests: StopRequests) -> int:
     from largetrain.compose import evaluate
 
     say = _printer(world)
-    figures = evaluate(resolved, world, resume=resume, verbose=verbose, say=say)
+    figures = evaluate(resolved, world, resume=options.resume, verbose=options.verbose, say=say)
     for name, value in figures.items():
         say(f"{name}: {value:.6g}")
     _leave()
@@ -90,12 +104,16 @@ def _printer(world: World) -> Callable[[str], None]:
     return say
 
 
-def _train(resolved: Resolved, world: World, resume: str | None, verbose: bool) -> int:
+def _train(resolved: Resolved, world: World, options: Namespace, requests: StopRequests) -> int:
     from largetrain.compose import build
 
     say = _printer(world)
-    built = build(resolved, world, resume=resume, verbose=verbose, say=say)
-    state = built.trainer.fit()
+    built = build(resolved, world, resume=options.resume, verbose=options.verbose, say=say, requests=requests)
+    try:
+        state = built.trainer.fit()
+    except PreemptedError:
+        _leave()
+        raise
     unit = built.trainer.backend.task.unit
     say(f"done: {state.step} updates, {state.tokens:,} {unit}; results in {built.output}")
     say(f"next: tensorboard --logdir {built.output}   |   go on: add --resume --output {built.output} --steps N")

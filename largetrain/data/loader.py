@@ -8,9 +8,9 @@ A dataset may carry `on_bad_image` ("error" or "skip") and `max_bad_images`: the
 """
 
 import hashlib
+import multiprocessing
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from largetrain.config.batch import Batch
 from largetrain.data.images import IGNORED, BadImage
 from largetrain.data.order import SampleOrder
+from largetrain.data.worker_signals import leave_signals_to_parent, signals_held
 from largetrain.errors import EXIT_MISTAKE, ConfigError, LargetrainError
 
 ORDER_BLOCK = 1024
@@ -266,7 +267,7 @@ class TrainStream:
         started = time.perf_counter()
         try:
             if self._iterator is None:
-                self._iterator = iter(self._loader)
+                self._iterator = _started(self._loader)
             with _explained(self._workers):
                 fetched = next(self._iterator)
             return _unpacked(fetched, self._dataset, "another sample takes its place")
@@ -318,7 +319,7 @@ def evaluation_batches(
         indices.append(Index(np.where(ids < samples, ids, -1), np.zeros(micro_batch, dtype=np.int64)))
     fetcher = _EvaluationFetcher(dataset, 0)
     loader = _loader(fetcher, indices, workers, (0, rank), pin_memory, start_method, timeout_s)
-    iterator = iter(loader)
+    iterator = _started(loader)
     try:
         while True:
             with _explained(workers):
@@ -353,8 +354,16 @@ class _WorkerStart:
         # the threads of a tokenizer used by the parent do not exist in a forked child, which would wait for them
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         torch.set_num_threads(1)  # torch does so too; several threads in each of several processes only wait
-        # Ctrl-C reaches the whole process group; the parent ends its loader processes in good order
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_signals_to_parent()
+
+
+def _started(loader: DataLoader) -> Iterator[Any]:
+    """Its iterator, whose processes let signals wait until they are set up."""
+    context = loader.multiprocessing_context or multiprocessing
+    # a fork server started inside would hold them back in all that it ever starts
+    held = loader.num_workers > 0 and context.get_start_method() != "forkserver"
+    with signals_held() if held else nullcontext():
+        return iter(loader)
 
 
 def _end_processes(iterator: Any) -> None:

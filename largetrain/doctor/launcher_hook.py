@@ -1,4 +1,4 @@
-"""Teaches DeepSpeed's launcher `-m MODULE`, and spares its two helper processes the import of torch.
+"""Teaches DeepSpeed's launcher `-m MODULE` and what signals mean, and spares its two processes the import of torch.
 
 `largetrain setup` copies this file into site-packages beside a one-line `.pth` file, which loads it in the processes
 of the `deepspeed` command alone. So it stands by itself: standard library only, nothing of largetrain. No file of
@@ -10,14 +10,20 @@ DeepSpeed is changed, and `pip install -U deepspeed` changes nothing here.
 * The `deepspeed` command imports torch and all of DeepSpeed twice (`runner`, then `launch`) before the first rank
   starts, and needs of them a logger, a device count and the name of one environment variable. On a machine without an
   accelerator these three are provided here, if the launcher's files are the ones that this was written for.
+* On one host the `deepspeed` command keeps SIGTERM to itself and leaves its ranks behind; the process below it ends one
+  rank after the other, by force after 30 s each, and answers 1. With the same files, and for `--module largetrain`,
+  both pass the signals in RELAYED on to all at once, wait for the ranks to save, and answer with their exit code.
 """
 
 import hashlib
 import importlib.util
 import logging
 import os
+import signal
+import subprocess
 import sys
-from types import ModuleType
+import time
+from types import FrameType, ModuleType
 
 COMMANDS = ("deepspeed", "deepspeed.pt", "ds")
 RUNNER, LAUNCH = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
@@ -46,6 +52,12 @@ SOURCES = (
 )
 KNOWN_LAUNCHERS = {"5e794e6b47628449a65e54067927f1538751f78809f35e0ff7c9d1c11859432f": "0.19.8"}
 ACCELERATOR_DEVICES = ("nvidia", "kfd", "dri", "dxg", "accel", "davinci", "habana", "hl", "cambricon", "biren", "sdaa")
+RELAYED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+GRACE = "LARGETRAIN_GRACE_S"  # environment variable: how long ranks may go on after a signal
+GRACE_S = 600.0
+SECOND_S = 3.0  # a signal so soon after another of its kind is the same one on another way; as in largetrain's ranks
+FORCE_S = 5.0  # from a second signal to the end by force
+STRAGGLER_S = 30.0  # from the end of the first rank to that of the others, by force
 ACCELERATOR_PACKAGES = ("torch_npu", "torch_sdaa", "habana_frameworks", "torch_mlu", "torch_supa", "torch_xmlir")
 
 
@@ -78,10 +90,18 @@ def quietened(arguments: list[str]) -> list[str]:
         if arguments[index].startswith(("-q", "--q", "--log_level")):
             return arguments
         index += 2 if _takes_next(arguments[index]) else 1
-    options, script = arguments[:index], arguments[index:]
-    if script[:1] != ["largetrain"] or not any(option.startswith("--mod") for option in options):
+    if not starts_largetrain(arguments) or "--verbose" in arguments[index:]:
         return arguments
-    return arguments if "--verbose" in script else ["--log_level=warning", *arguments]
+    return ["--log_level=warning", *arguments]
+
+
+def starts_largetrain(arguments: list[str]) -> bool:
+    """Whether these arguments of `deepspeed`, or of the process below it, start `--module largetrain`."""
+    index, module = 0, False
+    while index < len(arguments) and arguments[index].startswith("-"):
+        module = module or arguments[index].startswith("--mod")
+        index += 2 if _takes_next(arguments[index]) or arguments[index] == "--save_pid" else 1
+    return module and arguments[index : index + 1] == ["largetrain"]
 
 
 def _takes_next(argument: str) -> bool:
@@ -213,6 +233,136 @@ def provide_light_modules(package: str) -> None:
     add("deepspeed.autotuning", Autotuner=None)  # never reached: `--autotuning` takes the full imports
 
 
+class Relay:
+    """A handler that passes signals on to this process's children, waits for them and exits as they did.
+
+    Args:
+        grace_s: from a signal to the end of the children by force.
+    """
+
+    def __init__(self, grace_s: float):
+        self.grace_s = grace_s
+        self._first_at: dict[bool, float] = {}
+        self._end_at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        kind = number == signal.SIGUSR1  # a warning, after which SIGTERM is no second signal
+        seen = kind in self._first_at
+        second = now - self._first_at.setdefault(kind, now) >= SECOND_S
+        if second or not seen:  # what a terminal sends to all, or what comes on two ways, is passed on once
+            _send(children(os.getpid()), number)
+        if self._end_at is None:
+            self._end_at = now + self.grace_s
+            sys.exit(self._wait(number))
+        if second:  # within the wait of the first
+            self._end_at = min(self._end_at, now + FORCE_S)
+
+    def _wait(self, number: int) -> int:
+        """Exit code of the first child that ended with one; 128 + the signal's number when there was no child."""
+        assert self._end_at is not None
+        codes: list[int] = []
+        while True:
+            try:
+                process_id, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if process_id:
+                codes.append(os.waitstatus_to_exitcode(status))
+                self._end_at = min(self._end_at, time.monotonic() + STRAGGLER_S)
+            elif time.monotonic() > self._end_at:
+                _send(descendants(os.getpid()), signal.SIGKILL)
+                time.sleep(0.2)
+            else:
+                time.sleep(0.05)
+        return next((_shell_code(code) for code in codes if code), 0 if codes else 128 + number)
+
+
+def _shell_code(code: int) -> int:
+    """An exit code that can be handed on: the end by a signal as shells tell it."""
+    return 128 - code if code < 0 else code
+
+
+def _send(process_ids: list[int], number: int) -> None:
+    for process_id in process_ids:
+        try:
+            os.kill(process_id, number)
+        except ProcessLookupError:
+            continue  # it has just ended
+
+
+def children(parent: int) -> list[int]:
+    """Processes that `parent` has started, by /proc."""
+    return [process_id for process_id, above in _parents().items() if above == parent]
+
+
+def descendants(process_id: int) -> list[int]:
+    """Processes started by it, directly or not."""
+    parents, found, known = _parents(), [], {process_id}
+    while new := [child for child, above in parents.items() if above in known and child not in known]:
+        known.update(new)
+        found += new
+    return found
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has just ended
+    return parents
+
+
+def relay_signals(module: str) -> None:
+    """Let signals to this process of the launcher mean what they mean to a rank.
+
+    Signals that are ignored, as in background jobs of a shell, stay ignored.
+    """
+    if isinstance(signal.getsignal(signal.SIGTERM), Relay) or not os.path.isdir("/proc/self"):
+        return
+    try:
+        grace_s = float(os.environ.get(GRACE, GRACE_S))
+    except ValueError:
+        grace_s = GRACE_S
+    # the upper one only waits for the lower one, which ends the ranks
+    relay = Relay(grace_s if module == LAUNCH else grace_s + STRAGGLER_S)
+    for number in RELAYED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, relay)
+    if module == LAUNCH:
+        _keep_handlers()
+    else:
+        _tell_of_killed_launchers()
+
+
+def _keep_handlers() -> None:
+    """Make nothing of the launcher's own handlers, which end one rank after the other."""
+    plain = signal.signal
+
+    def careful(number: int, handler: object) -> object:
+        if number in RELAYED and getattr(handler, "__name__", "") == "sigkill_handler":
+            return signal.getsignal(number)
+        return plain(number, handler)  # type: ignore[arg-type]
+
+    signal.signal = careful  # type: ignore[assignment]
+
+
+def _tell_of_killed_launchers() -> None:
+    """Let the `deepspeed` command answer 128 + the signal's number, not 0, when the process below it was killed."""
+
+    class Child(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            code = super().wait(timeout)
+            if code < 0 and LAUNCH in str(self.args):
+                sys.exit(_shell_code(code))
+            return code
+
+    subprocess.Popen = Child  # type: ignore[misc]
+
+
 def install() -> None:
     """Called while Python starts: prepare this process if it is one of the launcher's, else do nothing.
 
@@ -223,9 +373,14 @@ def install() -> None:
         return
     if module == RUNNER:
         sys.argv[1:] = quietened(with_module_flag(sys.argv[1:]))
-    if "deepspeed" in sys.modules or any(argument.startswith("--auto") for argument in sys.argv) or not on_cpu_only():
+    if "deepspeed" in sys.modules or any(argument.startswith("--auto") for argument in sys.argv):
         return
-    spec = importlib.util.find_spec("deepspeed")
+    on_cpu, ours = on_cpu_only(), starts_largetrain(sys.argv[1:])
+    spec = importlib.util.find_spec("deepspeed") if on_cpu or ours else None
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    if folders and launcher_digest(folders[0]) in KNOWN_LAUNCHERS:
+    if not folders or launcher_digest(folders[0]) not in KNOWN_LAUNCHERS:
+        return
+    if ours:
+        relay_signals(module)
+    if on_cpu:
         provide_light_modules(folders[0])
