@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from largetrain.checkpoint.header import ITEM_BYTES, Stored, read_header
-from largetrain.checkpoint.manifest import FACTS, PIECES_NAME, Manifest, damaged, first_line, own_name, read_manifest
+from largetrain.checkpoint.manifest import PIECES_NAME, Manifest, damaged, first_line, own_name, read_manifest
 from largetrain.checkpoint.staging import DTYPES
 from largetrain.checkpoint.verify import facts_of, problem_of
 from largetrain.errors import CheckpointError
@@ -50,10 +50,7 @@ class CheckpointReader:
         self.folder, self.manifest = folder, manifest
         self.facts = facts_of(folder)
         """`run.json`, with what an evaluation found afterwards."""
-        shared = self.facts.get("shared", {})
-        if not isinstance(shared, dict):
-            raise damaged(folder / FACTS, "is not what was written (shared is no JSON object)")
-        self.shared: dict[str, Any] = shared
+        self.shared: dict[str, Any] = self.facts["shared"]
         self._open: dict[str, BinaryIO] = {}
         self._tensors: dict[str, _Tensor] = {}
         for name in sorted(filter(PIECES_NAME.fullmatch, manifest.files)):

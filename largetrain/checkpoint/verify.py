@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from largetrain.checkpoint.manifest import (
     BEST_RECORD,
     FACTS,
     FileRecord,
-    Manifest,
     damaged,
     parsed_json,
     read_json,
@@ -32,38 +33,48 @@ def problem_of(checkpoint: Path, *, contents: bool = False) -> str | None:
     Args:
         contents: also read every file and compare its SHA-256, several at a time.
     """
-    try:
-        manifest = read_manifest(checkpoint)
-        for name, record in manifest.files.items():
-            _check_size(checkpoint, name, record)
-        read_best_record(checkpoint)
-        if contents:
-            _check_contents(checkpoint, manifest)
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return f"{checkpoint} cannot be read ({error})"
-    return None
+    with closing(_problems(checkpoint, contents)) as problems:
+        return next(problems, None)
 
 
 def problems_of(checkpoint: Path) -> list[str]:
     """Every file of a checkpoint that is not what was written, contents included, one line each; none: it is whole."""
+    return list(_problems(checkpoint, contents=True))
+
+
+def _problems(checkpoint: Path, contents: bool) -> Generator[str, None, None]:
+    """What is wrong, file by file in order of names; nothing beyond a manifest that is wrong itself."""
     try:
         manifest = read_manifest(checkpoint)
-    except CheckpointError as error:
-        return [str(error)]
-    found = []
-    for name, record in sorted(manifest.files.items()):
+    except (CheckpointError, OSError) as error:
+        yield _words(checkpoint, error)
+        return
+
+    def check(name: str) -> str | None:
         try:
-            _check_size(checkpoint, name, record)
-            _check_contents(checkpoint, Manifest(manifest.run_id, manifest.step, {name: record}))
+            if name == BEST_RECORD:
+                read_best_record(checkpoint, manifest.step)
+                return None
+            _check_size(checkpoint, name, manifest.files[name])
+            if contents:
+                _check_contents(checkpoint, name, manifest.files[name])
         except (CheckpointError, OSError) as error:
-            found.append(str(error))
+            return _words(checkpoint, error)
+        return None
+
+    names = sorted({BEST_RECORD, *manifest.files})
+    if not contents:
+        yield from filter(None, map(check, names))
+        return
+    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
     try:
-        read_best_record(checkpoint)
-    except CheckpointError as error:
-        found.append(str(error))
-    return found
+        yield from filter(None, pool.map(check, names))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _words(checkpoint: Path, error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{checkpoint} cannot be read ({error})"
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
@@ -73,7 +84,8 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: it is not what was written.
     """
     path = checkpoint / FACTS
-    record = read_manifest(checkpoint).files[FACTS]
+    manifest = read_manifest(checkpoint)
+    record = manifest.files[FACTS]
     _check_size(checkpoint, FACTS, record)
     content = read_small(path)
     if hashlib.sha256(content).hexdigest() != record.sha256:
@@ -81,16 +93,14 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     facts = parsed_json(path, content)
     if not isinstance(facts, dict):
         raise damaged(path, "is not what was written (no JSON object)")
-    best = read_best_record(checkpoint)
-    if best:
-        state = facts.setdefault("state", {})
-        if not isinstance(state, dict):
-            raise damaged(path, "is not what was written (its state is no JSON object)")
-        state.update(best)
+    for key in ("state", "shared"):
+        if not isinstance(facts.setdefault(key, {}), dict):
+            raise damaged(path, f"is not what was written ({key} is no JSON object)")
+    facts["state"].update(read_best_record(checkpoint, manifest.step))
     return facts
 
 
-def read_best_record(checkpoint: Path) -> dict[str, Any]:
+def read_best_record(checkpoint: Path, step: int) -> dict[str, Any]:
     """What `best.json` says; empty without one.
 
     Raises:
@@ -99,9 +109,12 @@ def read_best_record(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / BEST_RECORD
     if not os.path.lexists(path):
         return {}
-    record = unsealed(path, read_json(path)).get("state")
+    content = unsealed(path, read_json(path))
+    record = content.get("state")
     if not isinstance(record, dict):
         raise damaged(path, "is not what was written")
+    if content.get("step") != step:
+        raise damaged(path, f"is of another checkpoint than that of step {step}")
     return record
 
 
@@ -117,13 +130,9 @@ def _check_size(checkpoint: Path, name: str, record: FileRecord) -> None:
         raise damaged(path, f"has {size} bytes, {record.bytes} were written")
 
 
-def _check_contents(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError for the first file, by name, that differs."""
-    names = sorted(manifest.files)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for name, digest in zip(names, pool.map(lambda name: _hashed(checkpoint / name), names), strict=True):
-            if digest != manifest.files[name].sha256:
-                raise damaged(checkpoint / name, "is not what was written (its SHA-256 differs)")
+def _check_contents(checkpoint: Path, name: str, record: FileRecord) -> None:
+    if _hashed(checkpoint / name) != record.sha256:
+        raise damaged(checkpoint / name, "is not what was written (its SHA-256 differs)")
 
 
 def _hashed(path: Path) -> str:

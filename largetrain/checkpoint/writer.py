@@ -160,7 +160,7 @@ def _run_of(checkpoint: Path) -> str | None:
 
 def write_best(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Put what an evaluation found beside a checkpoint, and let `best` name it."""
-    replace(checkpoint / BEST_RECORD, sealed({"state": dict(record)}))
+    replace(checkpoint / BEST_RECORD, sealed({"step": step_of(checkpoint), "state": dict(record)}))
     point(checkpoint.parent / "best", checkpoint)
 
 

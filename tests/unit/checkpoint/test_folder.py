@@ -19,8 +19,9 @@ from largetrain.checkpoint.folder import (
     step_folder,
     step_of,
 )
+from largetrain.checkpoint.manifest import sealed
 from largetrain.checkpoint.verify import problem_of
-from largetrain.checkpoint.writer import write_best
+from largetrain.checkpoint.writer import replace, write_best
 from largetrain.errors import ConfigError
 from tests.unit.checkpoint.made import make
 
@@ -74,6 +75,7 @@ def test_only_what_saves_leave_is_a_leftover(tmp_path):
         (lambda p: (p / "ranks" / "rank-00000.pt").unlink(), "ranks/rank-00000.pt is missing"),
         (lambda p: (p / "manifest.json").unlink(), "is not a complete checkpoint (manifest.json is missing)"),
         (lambda p: (p / "best.json").write_text("{}"), "best.json is not what was written"),
+        (lambda p: replace(p / "best.json", sealed({"step": 2, "state": {}})), "best.json is of another checkpoint"),
         (lambda p: (p / "best.json").mkdir(), "best.json is not a regular file"),
     ],
 )
