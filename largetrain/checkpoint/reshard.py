@@ -69,7 +69,7 @@ def reshard(checkpoint: Path, target: Path, files: int, *, force: bool = False, 
     check_free(target, key, force, is_weights_folder)
     size = sum(_bytes_of(reader, name) for name in reader.keys())  # noqa: SIM118 (it is no mapping)
     check_room(target, size + SPARE_BYTES, key)
-    cut = spread(reader, -(-size // files))
+    cut = spread(reader, files)
     with appearing(target, key) as partial:
         records = _write_pieces(partial, cut, reader)
         for name in sorted(filter(OWN_NAME.fullmatch, reader.manifest.files)):
@@ -94,27 +94,29 @@ def _bytes_of(pieces: Any, key: str) -> int:
     return int(torch.Size(pieces.shape(key)).numel() * pieces.dtype(key).itemsize)
 
 
-def spread(pieces: Any, file_bytes: int, keys: Sequence[str] | None = None) -> list[list[Range]]:
-    """Cut tensors into files of about `file_bytes`: for each file (key, start, stop) in elements.
+def spread(pieces: Any, files: int, keys: Sequence[str] | None = None) -> list[list[Range]]:
+    """Cut tensors into at most `files` files of about equally many bytes.
 
     Args:
         pieces: with `keys`, `shape` and `dtype`.
+        keys: those to take; None: all.
     """
-    files: list[list[Range]] = [[]]
-    room = file_bytes
-    for key in pieces.keys() if keys is None else keys:
+    chosen = list(pieces.keys() if keys is None else keys)
+    total = sum(_bytes_of(pieces, key) for key in chosen)
+    cut: list[list[Range]] = [[] for _ in range(files)]
+    offset = 0  # in bytes, of what has been given out
+    for key in chosen:
         width, count, start = pieces.dtype(key).itemsize, torch.Size(pieces.shape(key)).numel(), 0
-        while start < count or (start == count == 0):
-            if room < width and files[-1]:
-                files.append([])
-                room = file_bytes
-            stop = min(count, start + max(1, room // width))
-            files[-1].append((key, start, stop))
-            room -= (stop - start) * width
+        if count == 0:
+            cut[0].append((key, 0, 0))
+        while start < count:
+            index = offset * files // total
+            end_of_file = -(-total * (index + 1) // files)
+            stop = min(count, start - (offset - end_of_file) // width)  # the element at the boundary belongs before it
+            cut[index].append((key, start, stop))
+            offset += (stop - start) * width
             start = stop
-            if count == 0:
-                break
-    return files
+    return [ranges for ranges in cut if ranges]
 
 
 def _write_pieces(partial: Path, cut: Sequence[Sequence[Range]], pieces: Any) -> dict[str, FileRecord]:
@@ -152,7 +154,8 @@ def write_weights(source: Source, target: Path, key: str, *, force: bool = False
     if STEP_NAME.fullmatch(target.absolute().name):
         raise ConfigError(f"{key} {target}: has the name of a run's checkpoint; give imported weights another name.")
     check_free(target, key, force, is_weights_folder)
-    check_room(target, sum(_bytes_of(source, name) for name in keys) + SPARE_BYTES, key)
+    size = sum(_bytes_of(source, name) for name in keys)
+    check_room(target, size + SPARE_BYTES, key)
     model = source.facts.get("model")
     facts = {
         "weights_only": True,
@@ -163,7 +166,7 @@ def write_weights(source: Source, target: Path, key: str, *, force: bool = False
         "shared": {"tied": tied},
     }
     with appearing(target, key) as partial:
-        records = _write_pieces(partial, spread(source, PIECE_BYTES, keys), source)
+        records = _write_pieces(partial, spread(source, max(1, -(-size // PIECE_BYTES)), keys), source)
         torch.save({}, own := io.BytesIO())
         records[own_name(0)] = write_bytes(partial / own_name(0), own.getvalue())
         _write_manifest(partial, uuid.uuid4().hex, 0, json.dumps(facts, indent=1).encode(), records)

@@ -13,7 +13,7 @@ from largetrain.checkpoint.locate import checkpoint_at, existing
 from largetrain.checkpoint.space import in_words
 from largetrain.cli import discard_output
 from largetrain.cli.arguments import Parser
-from largetrain.errors import EXIT_DONE, EXIT_MISTAKE, ConfigError
+from largetrain.errors import EXIT_DONE, EXIT_MISTAKE, CheckpointError, ConfigError
 
 EXIT_DIFFERENT = 1
 KEY = "checkpoint"
@@ -22,13 +22,20 @@ SHOWN = 12
 WHICH = "a checkpoint, a run (its newest), RUN/best or RUN/latest"
 
 
-def parser() -> Parser:
+class Commands(Parser):
+    """A parser with a parser for each command."""
+
+    def __init__(self) -> None:
+        super().__init__(prog=f"largetrain {KEY}", description=__doc__, allow_abbrev=False)
+        self.commands = self.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+
+
+def parser() -> Commands:
     """The command's arguments."""
-    made = Parser(prog=f"largetrain {KEY}", description=__doc__, allow_abbrev=False)
-    commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    made = Commands()
 
     def add(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=f"{text}. {more}".strip(), allow_abbrev=False)
+        return made.commands.add_parser(name, help=text, description=f"{text}. {more}".strip(), allow_abbrev=False)
 
     _add_looking(add)
     _add_moving(add)
@@ -108,7 +115,10 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: a path, flag or file is wrong.
     """
     options = parser().parse_args(argv)
-    code, lines = COMMANDS[options.command](options)
+    try:
+        code, lines = COMMANDS[options.command](options)
+    except CheckpointError as error:  # here a damaged file is what was given, not what happened to a run
+        raise ConfigError(f"{KEY} {options.command}: {error}.") from error
     try:
         print("".join(f"{line}\n" for line in lines), end="", flush=True)
     except BrokenPipeError:  # the reader has seen enough; the exit code still tells what was found

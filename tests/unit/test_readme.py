@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from largetrain.cli import arguments, check, config, setup
+from largetrain.cli import arguments, check, checkpoint, config, setup
 from largetrain.config.engine_schema import engine_schema, key_places
 from largetrain.config.run_schema import RUNS, run_schema
 
@@ -14,7 +14,7 @@ FENCES = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.MULTILINE | re.DOTALL))
 CODE = [*FENCES, *SPANS]
 KEY = r"[a-z_][a-z0-9_]*(?:\.[a-z0-9_]+)+"
-NO_KEY = re.compile(r"(torch|largetrain|tests)\.|.*\.(json|jsonl|yaml|py|pth|pt|txt)$")
+NO_KEY = re.compile(r"(torch|largetrain|tests)\.|.*\.(json|jsonl|yaml|py|pth|pt|txt|safetensors)$")
 FREE = ("args", "lr_factors")  # sections whose keys are the user's
 # of other programs
 IMAGENET_EXAMPLE = (
@@ -75,7 +75,8 @@ def test_every_shipped_config_is_in_the_tables():
 
 
 def test_flags():
-    parsers = (arguments.train_parser("largetrain"), config.parser(), check.parser(), setup.parser())
+    parsers = [arguments.train_parser("largetrain"), config.parser(), check.parser(), setup.parser()]
+    parsers += checkpoint.parser().commands.choices.values()
     ours = {flag for parser in parsers for flag in parser._option_string_actions}
     named = {flag for code in CODE for flag in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", code)}
     assert sorted(named - ours - {*IMAGENET_EXAMPLE, *LAUNCHERS, *TOOLS}) == []
