@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def build(
     callbacks: list[Callback] = [
         _Writing(manager),
         recorder,
-        Guard(run.guard.max_skipped_in_a_row, save, tell),
+        Guard(run.guard.max_skipped_in_a_row, partial(save, wait=True), tell),
         # before the evaluation, which may fail over a file that training never reads
         checkpointing,
         preemption,

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import torch
 
+from tests.checkpoints import weights_of
 from tests.cli.test_launches import launch
 from tests.distributed.tiny_images import Net, file_digests, write_inputs
 
@@ -38,7 +38,7 @@ def test_deepspeed_trains_a_conv_net_and_one_process_evaluates_it(folder):
         assert result.count(line) == 1, line
     assert "Traceback" not in result.output
     checkpoint = folder / "out" / "checkpoints" / "step-00000002"
-    Net(3).load_state_dict(torch.load(checkpoint / "model.pt", weights_only=True), strict=True)
+    Net(3).load_state_dict(weights_of(checkpoint), strict=True)
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 2]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from largetrain.checkpoint.verify import problem_of
 from largetrain.compose import build
 from largetrain.config.load import load
 from largetrain.config.world import launch_world
@@ -80,7 +81,7 @@ def test_image_run_trains(path, tmp_path):
     trained, best = [row for row in rows if "loss" in row], (tmp_path / "out" / "checkpoints" / "best").read_text()
     assert [row["step"] for row in trained] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in trained)
     assert {"eval/top1", "eval/miou"} & rows[-1].keys()
-    assert (tmp_path / "out" / "checkpoints" / best.strip() / "model.pt").is_file()
+    assert problem_of(tmp_path / "out" / "checkpoints" / best.strip(), contents=True) is None
 
 
 @pytest.mark.parametrize("path", [path for path in RUNS if path not in IMAGE_RUNS], ids=lambda path: path.stem)

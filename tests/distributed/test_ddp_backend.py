@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from largetrain.checkpoint.reader import open_checkpoint
 from largetrain.compose import build
 from largetrain.config.schema import ParametersConfig
 from largetrain.config.world import launch_world
@@ -16,6 +17,7 @@ from largetrain.errors import ConfigError, DivergedError
 from largetrain.optim.groups import parameter_groups
 from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 from largetrain.tasks.classification import Classification
+from tests.checkpoints import weights_of
 from tests.distributed.ddp_nets import CLASSES, make_net, samples
 from tests.distributed.test_ddp_parity import join
 from tests.distributed.tiny_images import (
@@ -152,11 +154,10 @@ def test_evaluation_in_the_run_equals_that_of_its_checkpoint_on_any_number_of_ra
     assert file_digests(tmp_path / "out") == before  # it writes nothing
 
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000006"
-    saved = torch.load(checkpoint / "model.pt", weights_only=True)
+    saved = weights_of(checkpoint)
     bare = Net(3)
-    assert list(saved) == list(bare.state_dict())  # no prefix of a wrapper
-    bare.load_state_dict(saved, strict=True)
-    own = [torch.load(checkpoint / f"buffers-rank-0000{rank}.pt", weights_only=True)[0] for rank in (0, 1)]
+    bare.load_state_dict(saved, strict=True)  # no prefix of a wrapper
+    own = [open_checkpoint(checkpoint).own(rank)["buffers"][0] for rank in (0, 1)]
     for index, name in enumerate(n for n, b in bare.named_buffers() if b.is_floating_point()):
         assert torch.equal(saved[name], ((own[0][index].double() + own[1][index].double()) / 2).float())
         assert not torch.equal(own[0][index], own[1][index])
@@ -186,13 +187,13 @@ def train_with_a_bad_batch(precisions, synchronised, momentum):
         x, labels = samples(40, torch.float32)
         states, applied = [], []
         for update in range(BAD + 2):
-            states.append(copy.deepcopy({**net.state_dict(), "average": backend.ema.state_dict()}))
+            average = {"module": backend.ema.module.state_dict(), **backend.ema.counters()}
+            states.append(copy.deepcopy({**net.state_dict(), "average": average}))
             ids = [torch.arange(2) + 8 * update + 4 * micro + 2 * torch.distributed.get_rank() for micro in (0, 1)]
             batches = [{"images": x[i].clone(), "labels": labels[i], "sample_id": i} for i in ids]
             if update == BAD and torch.distributed.get_rank() == 1:
-                batches[1]["images"][0, 0, 0, 0] = (
-                    torch.nan
-                )  # of the second micro-batch: the first has moved statistics
+                # of the second micro-batch: the first has moved statistics
+                batches[1]["images"][0, 0, 0, 0] = torch.nan
             applied.append(backend.train_step(iter(batches)).applied)
         states.append(copy.deepcopy(net.state_dict()))
         found[precision] = states, applied
@@ -253,8 +254,7 @@ def test_the_guard_stops_after_too_many_in_a_row(tmp_path):
     message, code = results[0]
     assert code == 3
     assert message.startswith("step 3: 3 updates in a row were skipped (guard.max_skipped_in_a_row)")
-    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000003" / "model.pt"
-    saved = torch.load(checkpoint, weights_only=True)
+    saved = weights_of(tmp_path / "out" / "checkpoints" / "step-00000003")
     assert all(bool(value.isfinite().all()) for value in saved.values())
     assert float(saved["norm_1.running_mean"].abs().max()) == 0  # as they were built
 
