@@ -115,9 +115,12 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     """`run.json` of a checkpoint, its `state` with what an evaluation after it found.
 
     Raises:
-        ConfigError: it is not what was written.
+        ConfigError: it is not what was written, or not of a run.
     """
     try:
-        return facts_of(checkpoint)
+        facts = facts_of(checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"--resume {checkpoint}: {error}. Give another checkpoint") from error
+    if facts.get("weights_only"):  # written by `largetrain checkpoint import`
+        raise ConfigError(f"--resume {checkpoint}: holds weights alone; begin a run with them: init_from={checkpoint}")
+    return facts

@@ -17,6 +17,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
 PLACE = "@"  # between the key of a partial tensor and where the piece starts
 LARGEST_HEADER_BYTES = 100_000_000  # as in the library
 LARGEST_DIM = 2**48
+ALIGNMENT = 4096
+"""Bytes: data begin at a multiple, so that they can go from memory to disk without the page cache."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Stored:
 
 
 def header(pieces: list[Stored]) -> bytes:
-    """The beginning of a file whose data are these pieces one after another; a multiple of eight bytes long.
+    """The beginning of a file whose data are these pieces one after another; `ALIGNMENT` bytes or a multiple long.
 
     Raises:
         ValueError: two pieces have the same place.
@@ -58,7 +60,7 @@ def header(pieces: list[Stored]) -> bytes:
         offset = end
     metadata = {"format": "pt", "shapes": json.dumps(partial)}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 

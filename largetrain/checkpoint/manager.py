@@ -29,7 +29,7 @@ from largetrain.parallel.pieces import Snapshot
 
 MOST_FAILURES = 2
 NOTICEABLE_S = 1.0
-PATIENCE_S = 10.0  # for a write under way when the run ends in failure; launchers kill after 30
+PATIENCE_S = 20.0  # for a write under way when the run ends in failure; launchers kill after 30
 
 
 class _Failed(Exception):
@@ -46,8 +46,8 @@ class _Job:
 
     step: int
     final: Path
-    pieces: list[bytes | memoryview]
-    """Header and data of this rank's file; empty without pieces."""
+    image: memoryview = field(default_factory=lambda: memoryview(b""))
+    """Of this rank's file; empty without pieces."""
     own: bytes = b""
     facts: bytes = b""
     problem: str | None = None
@@ -125,7 +125,8 @@ class CheckpointManager:
         failure = self._settle(f"step {step}: ")
         if repeated and failure is None:
             return final
-        self._start(step, final, facts, snapshot())
+        best = self._job.best if repeated and self._job is not None else None
+        self._start(step, final, facts, snapshot(), best)
         if wait or not self.asynchronous:
             failure = self._settle()
             if wait and failure is not None:
@@ -140,11 +141,14 @@ class CheckpointManager:
         job.told = True
         for note in job.notes:
             self.tell(note)
-        if job.failure is not None or job.lost is not None:
+        if job.failure is not None:
             self.tell(
-                f"checkpoint step {job.step} could not be written: {job.failure or job.lost}; the previous ones are "
-                f"intact; trying again at the next checkpoint"
+                f"checkpoint step {job.step} could not be written: {job.failure}; the previous ones are intact; "
+                f"trying again at the next checkpoint"
             )
+        elif job.lost is not None:
+            why = "it was given up" if isinstance(job.lost, _GivenUp) else "another rank is gone, or does not answer"
+            self.tell(f"checkpoint step {job.step} is not whole: {why}; the previous ones are intact")
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written. A collective.
@@ -246,15 +250,15 @@ class CheckpointManager:
             f"room or mend the file system, then go on with --resume"
         )
 
-    def _start(self, step: int, final: Path, facts: dict[str, Any], snapshot: Snapshot) -> None:
+    def _start(
+        self, step: int, final: Path, facts: dict[str, Any], snapshot: Snapshot, best: dict[str, Any] | None
+    ) -> None:
         """Copy what is to be written and let the thread go; what fails here is reported by it."""
-        job = _Job(step, final, [])
+        job = _Job(step, final, best=best)
         try:
             own = io.BytesIO()
             torch.save(snapshot.own, own)
-            planned = plan(snapshot.pieces)
-            data = self._staging.fill(planned)
-            job.pieces = [planned.header, data] if planned.pieces else []
+            job.image = self._staging.fill(plan(snapshot.pieces))
             job.own = own.getvalue()
             job.facts = facts_bytes(facts, snapshot.shared) if self.rank == 0 else b""
         except Exception as error:  # noqa: BLE001 (the other ranks must hear of it, not wait)
@@ -280,7 +284,7 @@ class CheckpointManager:
         sizes = self._together(lambda: self._needed(job))
         try:
             self._together(lambda: self._prepare(partial, sum(sizes)), only=0)
-            written = self._together(lambda: self._written(partial, job.pieces, job.own))
+            written = self._together(lambda: self._written(partial, job.image, job.own))
             self._together(lambda: self._publish(partial, job, written), only=0)
         except _Failed:
             if self.rank == 0:
@@ -313,7 +317,7 @@ class CheckpointManager:
     def _needed(self, job: _Job) -> int:
         if job.problem is not None:
             raise OSError(job.problem)
-        return sum(map(len, (*job.pieces, job.own, job.facts)))
+        return sum(map(len, (job.image, job.own, job.facts)))
 
     def _prepare(self, partial: Path, needed_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -322,8 +326,8 @@ class CheckpointManager:
             raise OSError(f"no room: {problem}")
         prepare(partial)
 
-    def _written(self, partial: Path, parts: list[bytes | memoryview], own: bytes) -> dict[str, list[Any]]:
-        files = write_rank(partial, self.rank, parts, own, self._going)
+    def _written(self, partial: Path, image: memoryview, own: bytes) -> dict[str, list[Any]]:
+        files = write_rank(partial, self.rank, image, own, self._going)
         fault("before-report")
         return {name: [record.bytes, record.sha256] for name, record in files.items()}
 

@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +19,8 @@ from largetrain.checkpoint.verify import facts_of, problem_of
 from largetrain.errors import CheckpointError
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+CHUNK_BYTES = 4 << 20
+THREADS = 4
 MOST_OPEN = 64  # files at a time: a process may have a thousand
 
 
@@ -123,13 +126,22 @@ class CheckpointReader:
 
     def _read_into(self, place: memoryview, file: str, offset: int) -> None:
         path = self.folder / file
-        try:
-            opened = self._opened(file)
-            while place:
-                count = os.preadv(opened.fileno(), [place], offset)
+
+        def read(begin: int) -> None:
+            rest, position = place[begin : begin + CHUNK_BYTES], offset + begin
+            while rest:
+                count = os.preadv(opened.fileno(), [rest], position)
                 if not count:
                     raise damaged(path, "is shorter than it was written")
-                place, offset = place[count:], offset + count
+                rest, position = rest[count:], position + count
+
+        try:
+            opened = self._opened(file)
+            if len(place) <= CHUNK_BYTES:
+                read(0)
+            else:  # new memory is slow to touch, and a network's file system slow to answer: several at a time
+                with ThreadPoolExecutor(THREADS) as pool:
+                    list(pool.map(read, range(0, len(place), CHUNK_BYTES)))
         except OSError as error:
             raise damaged(path, f"cannot be read ({error.strerror})") from error
 

@@ -37,12 +37,8 @@ class Planned:
     pieces: list[Piece]
     """In the order of the file: largest elements first, so that every tensor is aligned."""
     header: bytes
-    """With its length in front; a multiple of eight bytes."""
+    """With its length in front."""
     data_bytes: int
-
-    @property
-    def bytes(self) -> int:
-        return len(self.header) + self.data_bytes if self.pieces else 0
 
 
 def plan(pieces: Sequence[Piece]) -> Planned:
@@ -61,7 +57,7 @@ def plan(pieces: Sequence[Piece]) -> Planned:
 
 
 class Staging:
-    """Host memory for the data of one snapshot, kept from save to save: fresh pages are slow to touch.
+    """Host memory for the file of one snapshot, kept from save to save: fresh pages are slow to touch.
 
     The memory is the process's own and no child's: a data loader's workers that are forked in the meantime would
     otherwise make every page of it be copied at the next save. It is pinned once tensors of a CUDA device come.
@@ -73,16 +69,19 @@ class Staging:
         self._pinned = False
 
     def fill(self, planned: Planned) -> memoryview:
-        """Copy the live pieces; returns the data section of the file, valid until the next call.
+        """Copy the live pieces; returns the file, at the start of a page, valid until the next call.
 
         Raises:
             OSError: the host has not the memory.
         """
-        flat = self._sized(planned.data_bytes)
+        if not planned.pieces:
+            return memoryview(b"")
+        offset = len(planned.header)
+        memory, flat = self._sized(offset + planned.data_bytes)
+        memory[:offset] = planned.header
         devices = {piece.values.device for piece in planned.pieces if piece.values.is_cuda}
         if devices and not self._pinned:
             self._pin()
-        offset = 0
         for piece in planned.pieces:
             end = offset + piece.values.nbytes
             if end > offset:
@@ -90,7 +89,7 @@ class Staging:
             offset = end
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return memoryview(self._memory or b"")[:offset]
+        return memoryview(memory)[:offset]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -98,16 +97,15 @@ class Staging:
             torch.cuda.cudart().cudaHostUnregister(self._flat.data_ptr())
         self._memory, self._flat, self._pinned = None, None, False
 
-    def _sized(self, needed_bytes: int) -> Tensor:
-        if self._flat is None or len(self._flat) < needed_bytes:
+    def _sized(self, needed_bytes: int) -> tuple[mmap.mmap, Tensor]:
+        if self._memory is None or self._flat is None or len(self._flat) < needed_bytes:
             self.close()
-            size = max(needed_bytes, mmap.PAGESIZE)
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory = mmap.mmap(-1, needed_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 if hasattr(mmap, advice):
                     self._memory.madvise(getattr(mmap, advice))
             self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
-        return self._flat
+        return self._memory, self._flat
 
     def _pin(self) -> None:
         """Let the device copy straight into the memory; without it the copy is slower, but right."""

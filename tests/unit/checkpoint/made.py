@@ -40,11 +40,10 @@ def make(folder, step, *, ranks=2, run_id="this run", state=None, pieces=None):
     prepare(partial)
     files = {}
     for rank in range(ranks):
-        planned = plan(pieces_of(rank, ranks, step) if pieces is None else pieces[rank])
+        image = Staging().fill(plan(pieces_of(rank, ranks, step) if pieces is None else pieces[rank]))
         own = io.BytesIO()
         torch.save({"random": torch.tensor([rank, step])}, own)
-        data = [planned.header, Staging().fill(planned)] if planned.pieces else []
-        files |= write_rank(partial, rank, data, own.getvalue())
+        files |= write_rank(partial, rank, image, own.getvalue())
     facts = facts_bytes({"state": {"step": step, **(state or {})}}, {"scale": 8.0})
     publish(partial, folder / step_folder(step), run_id, facts, files, ranks)
     return folder / step_folder(step)

@@ -398,7 +398,7 @@ def fill_disk(folder, unnoticed):
 def test_a_full_disk_leaves_the_run_and_the_checkpoint_before(small_disk, unnoticed):
     for lines, names in run_ranks(fill_disk, 2, small_disk, unnoticed):
         assert len(lines) == 1 and names == ["latest", "step-00000001"]
-        assert ("No space left on device" if unnoticed else "rank 0: no room: it takes 669.") in lines[0]
+        assert ("No space left on device" if unnoticed else "rank 0: no room: it takes 67") in lines[0]
     assert steps_in(small_disk / "checkpoints") == [3]
     assert problem_of(small_disk / "checkpoints" / step_folder(3), contents=True) is None
 

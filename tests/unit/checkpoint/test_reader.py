@@ -9,7 +9,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from largetrain.checkpoint.header import read_header
+from largetrain.checkpoint.header import ALIGNMENT, read_header
 from largetrain.checkpoint.reader import MOST_OPEN, open_checkpoint
 from largetrain.checkpoint.staging import DTYPES, Staging, plan
 from largetrain.checkpoint.verify import problem_of
@@ -207,12 +207,18 @@ def test_no_code_of_a_ranks_own_file_is_run(tmp_path):
         open_checkpoint(path).own(0)
 
 
+def staged_data(staging, values):
+    planned = plan([Piece("a", tuple(values.shape), 0, values)])
+    image = bytes(staging.fill(planned))
+    assert image.startswith(planned.header) and len(planned.header) % ALIGNMENT == 0
+    return image[len(planned.header) :]
+
+
 def test_staging_memory_is_kept_and_grows(tmp_path):
     staging = Staging()
 
     def staged(count, value):
-        planned = plan([Piece("a", (count,), 0, torch.full((count,), float(value)))])
-        return bytes(staging.fill(planned))
+        return staged_data(staging, torch.full((count,), float(value)))
 
     first = staged(1000, 1)
     memory = staging._memory
@@ -225,5 +231,5 @@ def test_staging_memory_is_kept_and_grows(tmp_path):
 
 def test_what_is_copied_may_be_strided():
     table = torch.arange(12.0).view(3, 4)
-    data = Staging().fill(plan([Piece("a", (3,), 0, table[:, 1])]))
+    data = staged_data(Staging(), table[:, 1])
     assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == [1, 5, 9]
