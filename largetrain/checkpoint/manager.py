@@ -73,6 +73,8 @@ class CheckpointManager:
         run_id: the run's; checkpoints of another are never pruned.
         asynchronous: write in the background; else `save` returns when the checkpoint is written.
         tell: prints a line on rank 0.
+        resumed: the checkpoint that the run goes on from. Where it is in `folder`, a save at its step does nothing: it
+            is there, and to replace it would leave none for a moment.
         timeout_s: how much later than the first rank the last may be done with writing; absent: torch's 30 minutes.
     """
 
@@ -84,6 +86,7 @@ class CheckpointManager:
         run_id: str,
         asynchronous: bool = True,
         tell: Callable[[str], None] = lambda line: None,
+        resumed: Path | None = None,
         timeout_s: float | None = None,
     ):
         self.folder, self.retention, self.run_id = folder, retention, run_id
@@ -93,6 +96,8 @@ class CheckpointManager:
             self._clear()
         self._reports = Reports(timeout_s)
         self._staging = Staging()
+        own = resumed is not None and resumed.absolute().parent == folder.absolute()
+        self._resumed = resumed.absolute().name if resumed is not None and own else None
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._failures = 0
@@ -120,7 +125,7 @@ class CheckpointManager:
         """
         final = self.folder / step_folder(step)
         repeated = self._job is not None and self._job.step == step
-        if repeated and not wait:
+        if (repeated and not wait) or (self._job is None and final.name == self._resumed):
             return final
         failure = self._settle(f"step {step}: ")
         if repeated and failure is None:
@@ -128,9 +133,7 @@ class CheckpointManager:
         best = self._job.best if repeated and self._job is not None else None
         self._start(step, final, facts, snapshot(), best)
         if wait or not self.asynchronous:
-            failure = self._settle()
-            if wait and failure is not None:
-                raise self._error(failure)
+            self._settle(must_succeed=wait)
         return final
 
     def poll(self) -> None:
@@ -157,9 +160,7 @@ class CheckpointManager:
             CheckpointError: on all ranks: it could not be.
             RuntimeError: another rank is gone.
         """
-        failure = self._settle()
-        if failure is not None:
-            raise self._error(failure)
+        self._settle(must_succeed=True)
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """End the background thread when the run has ended in whatever way; no collective.
@@ -220,8 +221,12 @@ class CheckpointManager:
         if problem is not None:
             raise ConfigError(problem, on_all_ranks=True)
 
-    def _settle(self, prefix: str = "") -> str | None:
-        """Wait for the write under way; returns why it failed, which is counted once. The same on all ranks."""
+    def _settle(self, prefix: str = "", must_succeed: bool = False) -> str | None:
+        """Wait for the write under way; returns why it failed, which is counted once. The same on all ranks.
+
+        Raises:
+            CheckpointError: it failed, and so had the one before, or it must not.
+        """
         job = self._job
         if job is None:
             return None
@@ -233,22 +238,21 @@ class CheckpointManager:
                 f"{prefix}training waited {waited:.1f} s until the checkpoint of step {job.step} was written "
                 f"(checkpoints.every_steps: larger intervals would spare that)"
             )
-        self.poll()
-        if job.lost is not None:
-            raise job.lost
+        fatal = must_succeed
         if not job.counted:
             job.counted = True
             self._failures = 0 if job.failure is None else self._failures + 1
-            if self._failures >= MOST_FAILURES:
-                raise self._error(job.failure)
+            fatal = fatal or self._failures >= MOST_FAILURES
+        if job.failure is not None and fatal:
+            job.told = True
+            raise CheckpointError(
+                f"checkpoint {job.final} could not be written ({job.failure}). Earlier checkpoints are intact: make "
+                f"room or mend the file system, then go on with --resume"
+            )
+        self.poll()
+        if job.lost is not None:
+            raise job.lost
         return job.failure
-
-    def _error(self, failure: str | None) -> CheckpointError:
-        assert self._job is not None
-        return CheckpointError(
-            f"checkpoint {self._job.final} could not be written ({failure}). Earlier checkpoints are intact: make "
-            f"room or mend the file system, then go on with --resume"
-        )
 
     def _start(
         self, step: int, final: Path, facts: dict[str, Any], snapshot: Snapshot, best: dict[str, Any] | None

@@ -129,6 +129,7 @@ def build(
         run_id=start.run_id,
         asynchronous=wanted.asynchronous,
         tell=tell,
+        resumed=start.checkpoint,
     )
 
     def snapshot() -> Snapshot:
