@@ -35,6 +35,7 @@ from largetrain.engine.base import MicroBatch
 from largetrain.engine.ddp import EMA_PREFIX
 from largetrain.engine.deepspeed import dtype_of, offload_of, stage_of
 from largetrain.engine.environment import limit_timeouts, prepare
+from largetrain.engine.held import OPTIMIZER
 from largetrain.engine.peak import peak_flops
 from largetrain.engine.signals import StopRequests, time_limit
 from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError, on_every_rank
@@ -51,6 +52,8 @@ HOW_COMPUTED = {
 # keys of the parameters section that sort parameters into groups
 GROUPING = ("lr_factors", "norm_weight_decay", "bias_weight_decay")
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# tensors of the size of the weights that an optimizer keeps, where they are not Adam's two
+MOMENTS = {"sgd": 1, "lion": 1, "adagrad": 1, "muon": 1, "adafactor": 0, "rprop": 2, "rmsprop": 1}
 SMALLER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -142,11 +145,14 @@ def build(
         told = {**facts, "run_id": start.run_id, "state": state.to_dict()}
         return manager.save(state.step, told, snapshot, wait=wait)
 
+    every = _every(wanted, data)
+    if every or wanted.at_end or wanted.milestones or wanted.every_minutes or wanted.best:
+        manager.check_room(_about_bytes(backend, resolved))
     best = _best(resolved, data, backend, state, save, manager.mark_best, tell)
     agreement = StepAgreement(run.runtime.timeout_s)
     checkpointing = Checkpointing(
         save,
-        _every(wanted, data),
+        every,
         wanted.at_end,
         milestones=wanted.milestones,
         every_minutes=wanted.every_minutes,
@@ -235,6 +241,15 @@ def _take_up(
     else:
         say("resume: every rank begins a new stream of random numbers (dropout), there are others now")
         seed_rank(run.seed, world.rank, start.saved["state"]["step"])
+
+
+def _about_bytes(backend: AnyBackend, resolved: Resolved) -> int:
+    """What this rank will write of each checkpoint; a fresh optimizer has no state yet."""
+    pieces = backend.snapshot().pieces
+    now = sum(piece.values.nbytes for piece in pieces)
+    if any(piece.key.startswith(OPTIMIZER) for piece in pieces):
+        return now
+    return now * (1 + MOMENTS.get(str(resolved.engine["optimizer"]["type"]).lower(), 2))
 
 
 @on_every_rank()
