@@ -246,5 +246,8 @@ def _frozen(first: Mapping[str, Any], models: Sequence[Path], stage: int, reader
         raise ConfigError(f"{reader.key}: {reader.folder} lacks the frozen parameters {some(absent)}; copy it anew.")
     state = {}
     for name, shape in shapes.items():
-        state[name] = in_parts([part[name].reshape(-1) for part in fragments], tuple(shape))
+        parts = [part[name].reshape(-1) for part in fragments]
+        if sum(part.numel() for part in parts) < math.prod(shape):
+            raise ConfigError(f"{reader.key}: {reader.folder} holds a part of the frozen {name} alone; copy it anew.")
+        state[name] = in_parts(parts, tuple(shape))
     return state

@@ -133,7 +133,7 @@ def _gpt2_section(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _llama_section(config: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
     hidden, heads = _number(config, "hidden_size", where), _number(config, "num_attention_heads", where)
     head_dim = config.get("head_dim")
-    if head_dim is not None and head_dim * heads != hidden:
+    if head_dim is not None and not (isinstance(head_dim, int) and head_dim * heads == hidden):
         problems.append(f"{where}: head_dim = {head_dim!r} is not hidden_size / num_attention_heads.")
     return {
         "style": "llama",

@@ -8,6 +8,7 @@ import torch
 
 from largetrain.checkpoint import reshard as reshard_module
 from largetrain.checkpoint.diff import compare
+from largetrain.checkpoint.folder import read_facts
 from largetrain.checkpoint.reader import open_checkpoint
 from largetrain.checkpoint.reshard import reshard, spread, write_weights
 from largetrain.checkpoint.sources import in_memory, of_names
@@ -166,6 +167,8 @@ def test_weights_become_a_checkpoint_that_holds_nothing_else(tmp_path):
     assert again.facts["model"] == model
     assert all(torch.equal(again.entries[f"model/{name}"].whole(), tensor) for name, tensor in state.items())
     assert (tmp_path / "w" / "model.yaml").read_text() == "model:\n  style: gpt\n  layers: 2\n"
+    with pytest.raises(ConfigError, match=r"holds weights alone; begin a run with them: init_from="):
+        read_facts(tmp_path / "w")
     with pytest.raises(ConfigError, match="has the name of a run's checkpoint"):
         write_weights(source, tmp_path / "step-00000001", "import")
     # a moved one is the same

@@ -189,6 +189,7 @@ def test_a_sharded_bin_is_read(tmp_path):
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window"),
         ({**LLAMA, "head_dim": 32}, "head_dim = 32"),
+        ({**LLAMA, "head_dim": {}}, "head_dim = {}"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "mixtral"}, "model_type 'mixtral'"),
     ],
