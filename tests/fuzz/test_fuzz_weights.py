@@ -4,9 +4,9 @@ from tests.fuzz import weights
 
 
 def test_damaged_weights_are_refused_or_read_whole(tmp_path):
-    outcomes, faults = weights.run(100, 5, tmp_path)
+    outcomes, faults = weights.run(60, 5, tmp_path)
     assert faults == []
-    assert min(outcomes["read"], outcomes["refused"]) >= 20
+    assert min(outcomes["read"], outcomes["refused"]) >= 8
 
 
 def test_the_fuzzer_finds_what_must_not_be(tmp_path, monkeypatch):
