@@ -147,6 +147,7 @@ def build(
 
     every = _every(wanted, data)
     if every or wanted.at_end or wanted.milestones or wanted.every_minutes or wanted.best:
+        _check_within_reach(resolved)
         manager.check_room(_about_bytes(backend, resolved))
     best = _best(resolved, data, backend, state, save, manager.mark_best, tell)
     agreement = StepAgreement(run.runtime.timeout_s)
@@ -167,7 +168,8 @@ def build(
         # before the evaluation, which may fail over a file that training never reads
         checkpointing,
         preemption,
-        *_evaluation(resolved, data, backend, world, [recorder, *best], owed, preemption),
+        # the mark of the best comes before the row, by which a resumed run knows that this evaluation is done with
+        *_evaluation(resolved, data, backend, world, [*best, recorder], owed, preemption),
     ]
     if world.rank == 0:
         _write_config(start.output, resolved, world)
@@ -241,6 +243,20 @@ def _take_up(
     else:
         say("resume: every rank begins a new stream of random numbers (dropout), there are others now")
         seed_rank(run.seed, world.rank, start.saved["state"]["step"])
+
+
+def _check_within_reach(resolved: Resolved) -> None:
+    """Refuse state that a checkpoint would miss.
+
+    Raises:
+        ConfigError: the optimizer's state lies on an NVMe disk, where DeepSpeed alone finds it.
+    """
+    if resolved.backend == "deepspeed" and offload_of(resolved.engine).get("optimizer") == "nvme":
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device: nvme keeps the optimizer's state out of reach of checkpoints; "
+            "write cpu, or turn checkpoints off (checkpoints.at_end: false, no every_steps).",
+            on_all_ranks=True,
+        )
 
 
 def _about_bytes(backend: AnyBackend, resolved: Resolved) -> int:

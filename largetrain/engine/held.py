@@ -188,9 +188,12 @@ def restore_optimizer(
 
 
 def _number(value: float, dtype: str, owner: Tensor, optimizer: torch.optim.Optimizer) -> Any:
-    """As this optimizer keeps it: torch's in tensors, DeepSpeed's own as plain numbers."""
-    plain = not type(optimizer).__module__.startswith(("torch.", "largetrain."))
-    if plain:
+    """As this optimizer keeps it: DeepSpeed's compiled ones in plain numbers, torch's in tensors.
+
+    Args:
+        dtype: of the tensor that it was saved from; empty: it was a plain number.
+    """
+    if type(optimizer).__module__.startswith("deepspeed.ops."):
         return int(value) if float(value).is_integer() else value
     if not dtype and not isinstance(optimizer, torch.optim.Adam | torch.optim.Adagrad):
         return value

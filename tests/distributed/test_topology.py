@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from largetrain.errors import ConfigError
+from largetrain.errors import CheckpointError, ConfigError
 from tests.distributed.layouts import GLOBAL_BATCH, SAVED, STEPS, Layout, continued, prepare, straight
-from tests.distributed.tiny_run import SEQ_LEN, train
+from tests.distributed.parity.matrix import cpu_adam_is_built
+from tests.distributed.tiny_run import SEQ_LEN, train, write_inputs
 from tests.ranks import run_ranks
 from tests.reference import tolerance_for
 
@@ -63,6 +64,14 @@ def test_a_run_goes_on_on_another_layout(folder, never_stopped, first, second):
     assert found.updates[SAVED]["step"] == SAVED + 1
 
 
+@pytest.mark.skipif(not cpu_adam_is_built(), reason="DeepSpeed's cpu_adam is not compiled (largetrain setup --ops)")
+@pytest.mark.parametrize("on_first", [True, False], ids=["on", "off"])
+def test_offload_goes_on_and_off(folder, never_stopped, on_first):
+    with_offload, without = Layout(stage=2, offload=True), Layout(stage=3)
+    cell = (with_offload, without) if on_first else (without, with_offload)
+    check_same_run(continued(folder, *cell), never_stopped)
+
+
 def resume(folder, sets):
     return train(folder, STEPS, "batch", "auto", sets)
 
@@ -77,3 +86,18 @@ def test_another_global_batch_is_refused_with_the_way_to_keep_it(folder):
     sets = [text.replace("accumulation_steps=1", "accumulation_steps=2") for text in layout.sets]
     went_on = run_ranks(resume, 1, folder, sets)[0]
     assert [update["step"] for update in went_on.updates] == list(range(SAVED + 1, STEPS + 1))
+
+
+MUON = ["optimizer.type=Muon", "optimizer.params={lr: 0.01}", "zero_allow_untested_optimizer=true"]
+
+
+def test_state_that_only_its_layout_can_use_goes_on_there_and_nowhere_else(tmp_path):
+    write_inputs(tmp_path, {}, {"checkpoints": {"every_steps": 2}})
+    straight_run = run_ranks(train, 2, tmp_path, 4, "straight", None, MUON)[0]
+    run_ranks(train, 2, tmp_path, 4, "out", None, MUON, 2)
+    other = [*MUON, "zero_optimization.stage=1"]
+    with pytest.raises(CheckpointError, match="only the layout which wrote it can use.*init_from"):
+        run_ranks(train, 2, tmp_path, 4, "out", "auto", other)
+    resumed = run_ranks(train, 2, tmp_path, 4, "out", "auto", MUON)[0]
+    assert resumed.updates == straight_run.updates[2:]
+    assert resumed.state == straight_run.state
