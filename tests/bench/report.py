@@ -17,6 +17,9 @@ GOALS: dict[str, tuple[str, float]] = {
     "step rate": ("at least", 1.00),
     "SyncBN": ("at most", 1.10),
     "loader": ("at least", 1.00),
+    "pause": ("at most", 0.10),
+    "write": ("at least", 0.80),
+    "load": ("at least", 0.80),
 }
 
 
