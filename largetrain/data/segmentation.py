@@ -15,7 +15,7 @@ from largetrain.config.vision_schema import SegmentationData, SegmentationRun
 from largetrain.data.digits import load_digits
 from largetrain.data.images import IGNORED, BadImage, ImageSplits, fingerprint, held_out, read_image
 from largetrain.data.masks import Labels, read_mask
-from largetrain.data.scenes import RIM, SCENE_CLASSES, SCENES, DigitScenes
+from largetrain.data.scenes import DIGITS, RIM, SCENE_CLASSES, SCENES, DigitScenes
 from largetrain.data.segmentation_layouts import Pair, files_of, list_folder
 from largetrain.data.segmentation_transforms import EvaluationTransform, Sample, TrainTransform
 from largetrain.errors import ConfigError
@@ -171,6 +171,7 @@ def _digit_scenes(data: SegmentationData) -> ImageSplits:
     classes = _classes(data, SCENE_CLASSES, "digit_scenes")
     side = data.base_size or data.image_size
     images, labels = load_digits()
+    images, labels = images[labels < DIGITS], labels[labels < DIGITS]
     held = held_out([image.tobytes() for image in images], data.validation_fraction)
     counts = data.samples, max(1, round(data.samples * data.validation_fraction))
     train, validation = (
