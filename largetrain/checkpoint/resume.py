@@ -15,7 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from largetrain.checkpoint.folder import complete_checkpoints, find_checkpoint, newer_than, read_facts, step_of
+from largetrain.checkpoint.folder import (
+    complete_checkpoints,
+    find_checkpoint,
+    newer_than,
+    pointed_at,
+    read_facts,
+    step_of,
+)
+from largetrain.checkpoint.verify import read_best_record
+from largetrain.checkpoint.writer import point
 from largetrain.errors import ConfigError
 
 # what must be as it was -> its name in messages
@@ -108,7 +117,8 @@ def check_fit(start: Start, facts: dict[str, Any], same: Mapping[str, str] = SAM
         for where, then, now in _differences(words, saved.get(key), facts[key])
     ]
     if problems:
-        raise ConfigError([*problems, _advice(saved, facts, same)], on_all_ranks=True)
+        problems[-1] += f". {_advice(saved, facts, same)}"
+        raise ConfigError(problems, on_all_ranks=True)
     moved = [f"resume: {line}" for line in _changes(LAYOUT, saved, facts)]
     if moved:
         moved.append("resume: on this layout the run goes on up to the rounding of sums, no longer to the bit")
@@ -131,17 +141,17 @@ def _changes(keys: Mapping[str, str], saved: dict[str, Any], facts: dict[str, An
 def _advice(saved: dict[str, Any], facts: dict[str, Any], same: Mapping[str, str]) -> str:
     """The way out of a refusal."""
     if "global_batch" in same and saved.get("global_batch") != facts["global_batch"]:
-        per_round = facts["micro_batch"] * facts["world_size"]
-        rounds, rest = divmod(saved["global_batch"], per_round)
+        micro_batch, ranks = facts["micro_batch"], facts["world_size"]
+        rounds, rest = divmod(saved["global_batch"], micro_batch * ranks)
         if not rest and rounds:
             return (
-                f"The order of samples is that of the global batch: keep it on {facts['world_size']} ranks with "
-                f"--set gradient_accumulation_steps={rounds} train_batch_size=null; restore what else is named"
+                f"Samples are taken in the order of the global batch: keep it with --set "
+                f"gradient_accumulation_steps={rounds}, and without train_batch_size; restore what else is named"
             )
         return (
-            f"The order of samples is that of the global batch, which micro_batch x accumulation x ranks must give: "
-            f"{facts['micro_batch']} x ranks {facts['world_size']} does not divide {saved['global_batch']}. Change "
-            f"train_micro_batch_size_per_gpu or the number of ranks; restore what else is named"
+            f"Samples are taken in the order of the global batch, and micro-batch {micro_batch} x {ranks} ranks does "
+            f"not divide {saved['global_batch']}: change train_micro_batch_size_per_gpu or the number of ranks; "
+            f"restore what else is named"
         )
     return "Restore the values named, or begin anew from the weights alone with init_from"
 
@@ -179,6 +189,7 @@ def _decide(name: str, output: str | None, resume: str | None) -> Start:
             saved = read_facts(checkpoint)
             messages.append(f"resuming from {checkpoint}")
             messages += _left_behind(checkpoint, folder)
+            messages += _pointed_at_again(checkpoint, folder)
     own = checkpoint is not None and (folder / "checkpoints").absolute() == checkpoint.absolute().parent
     if not own and resume != "auto" and _holds_run(folder):
         go_on = "Add --resume to go on with it, or name" if resume is None else "The checkpoint is not its own; name"
@@ -195,6 +206,24 @@ def _is_evaluated(metrics: Path, step: int) -> bool:
         return False
     with metrics.open("rb") as rows:
         return any(b'"eval/' in row and re.match(rb'\{"step": %d,' % step, row) and row[-2:] == b"}\n" for row in rows)
+
+
+def _pointed_at_again(checkpoint: Path, folder: Path) -> list[str]:
+    """Let `latest` name the run's newest checkpoint, and `best` if it has a record of that: a kill may have come between.
+
+    A run that is complete writes no other. Returns what could not be done.
+    """
+    place, checkpoint = (folder / "checkpoints").absolute(), checkpoint.absolute()
+    step = step_of(checkpoint)
+    if place != checkpoint.parent or newer_than(place, step):
+        return []
+    try:
+        for name in ("latest", *(["best"] if read_best_record(checkpoint, step) else [])):
+            if pointed_at(place / name) != checkpoint:
+                point(place / name, checkpoint)
+    except OSError as error:
+        return [f"warning: checkpoints/{name} cannot name {checkpoint.name}: {error}"]
+    return []
 
 
 def _left_behind(checkpoint: Path, folder: Path) -> list[str]:
