@@ -15,6 +15,7 @@ DeepSpeed is changed, and `pip install -U deepspeed` changes nothing here.
   both pass the signals in RELAYED on to all at once, wait for the ranks to save, and answer with their exit code.
 """
 
+import atexit
 import hashlib
 import importlib.util
 import logging
@@ -238,10 +239,11 @@ class Relay:
 
     Args:
         grace_s: from a signal to the end of the children by force.
+        started: ranks, or the process between, as the launcher has started them; it may know how some have ended.
     """
 
-    def __init__(self, grace_s: float):
-        self.grace_s = grace_s
+    def __init__(self, grace_s: float, started: "list[subprocess.Popen[bytes]]"):
+        self.grace_s, self.started = grace_s, started
         self._first_at: dict[bool, float] = {}
         self._end_at: float | None = None
 
@@ -261,7 +263,7 @@ class Relay:
     def _wait(self, number: int) -> int:
         """Exit code of the first child that ended with one; 128 + the signal's number when there was no child."""
         assert self._end_at is not None
-        codes: list[int] = []
+        codes = [child.returncode for child in self.started if child.returncode is not None]
         while True:
             try:
                 process_id, status = os.waitpid(-1, os.WNOHANG)
@@ -328,14 +330,13 @@ def relay_signals(module: str) -> None:
     except ValueError:
         grace_s = GRACE_S
     # the upper one only waits for the lower one, which ends the ranks
-    relay = Relay(grace_s if module == LAUNCH else grace_s + STRAGGLER_S)
+    relay = Relay(grace_s if module == LAUNCH else grace_s + STRAGGLER_S, _started_children())
     for number in RELAYED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, relay)
     if module == LAUNCH:
         _keep_handlers()
-    else:
-        _tell_of_killed_launchers()
+    atexit.register(_pass_over)
 
 
 def _keep_handlers() -> None:
@@ -350,17 +351,34 @@ def _keep_handlers() -> None:
     signal.signal = careful  # type: ignore[assignment]
 
 
-def _tell_of_killed_launchers() -> None:
-    """Let the `deepspeed` command answer 128 + the signal's number, not 0, when the process below it was killed."""
+def _started_children() -> "list[subprocess.Popen[bytes]]":
+    """A list to which what runs `largetrain` is added as it is started.
+
+    The `deepspeed` command answers 0 when the process below it was killed; here 128 + the signal's number.
+    """
+    started: list[subprocess.Popen[bytes]] = []
 
     class Child(subprocess.Popen):
+        def __init__(self, args: object, *more: object, **options: object):
+            super().__init__(args, *more, **options)  # type: ignore[call-overload]
+            if isinstance(args, list) and "largetrain" in args:
+                started.append(self)
+
         def wait(self, timeout: float | None = None) -> int:
             code = super().wait(timeout)
-            if code < 0 and LAUNCH in str(self.args):
+            if code < 0 and self in started:
                 sys.exit(_shell_code(code))
             return code
 
     subprocess.Popen = Child  # type: ignore[misc]
+    return started
+
+
+def _pass_over() -> None:
+    """At the end of this process: Python is about to put the system's handlers back, which would change its answer."""
+    for number in RELAYED:
+        if isinstance(signal.getsignal(number), Relay):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def install() -> None:

@@ -7,6 +7,7 @@ collective for a rank that is gone. So a thread of its own takes the signals her
 process.
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -115,6 +116,7 @@ def take_signals(speaks: bool = True) -> StopRequests:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
         os.register_at_fork(after_in_child=_leave_to_default)
+        atexit.register(_pass_over)
     for number in FLAGS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _noted)
@@ -138,6 +140,13 @@ def _leave_to_default() -> None:
     for number in FLAGS:
         if signal.getsignal(number) is _noted:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _pass_over() -> None:
+    """Called last: Python is about to put the system's handlers back, which would kill a process that has all done."""
+    for number in FLAGS:
+        if signal.getsignal(number) is _noted:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def time_limit(max_minutes: float | None, age_s: Callable[[], float] | None = None) -> Callable[[], int]:

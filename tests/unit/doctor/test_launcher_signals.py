@@ -24,7 +24,7 @@ def sigkill_handler(number, frame):  # DeepSpeed's, which answers 1
 if {module!r} == hook.LAUNCH:
     signal.signal(signal.SIGTERM, sigkill_handler)
     signal.signal(signal.SIGINT, sigkill_handler)
-ranks = [subprocess.Popen([sys.executable, "-c", program]) for program in {ranks!r}]
+ranks = [subprocess.Popen([sys.executable, "-c", program, "largetrain"]) for program in {ranks!r}]
 time.sleep(0.2)
 print("ready", flush=True)
 for rank in ranks:
@@ -123,6 +123,26 @@ def test_before_there_are_ranks(number):
     assert end(process) == (128 + number, [])
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_after_the_ranks(code):
+    """What they have answered holds, also while Python takes itself down."""
+    program = f"""
+import atexit, os, signal, subprocess, sys
+from largetrain.doctor import launcher_hook as hook
+if sys.argv[1] == "late":
+    atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), sys.stdout.write("past")))
+hook.relay_signals(hook.LAUNCH)
+code = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit({code})", "largetrain"]).wait()
+if sys.argv[1] == "soon":
+    os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(code)
+"""
+    for moment, told in (("soon", ""), ("late", "past")):
+        words = [sys.executable, "-c", program, moment]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (code, told, "")
+
+
 def test_a_killed_process_below_is_no_success():
     """DeepSpeed's `deepspeed` answers 0 then."""
     program = """
@@ -134,7 +154,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1], {name!r}]).wait()
     killed = "import os; os.kill(os.getpid(), 9)"
     codes = [
         subprocess.run([sys.executable, "-c", program.format(name=name), killed], cwd=ROOT, check=False).returncode
-        for name in (hook.LAUNCH, "another program")
+        for name in ("largetrain", "another program")
     ]
     assert codes == [137, 0]
 

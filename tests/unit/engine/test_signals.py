@@ -109,6 +109,19 @@ def test_at_the_end_of_a_run_the_first_one_changes_nothing():
     assert end(process) == (0, "", "")
 
 
+def test_while_python_takes_itself_down_none_counts():
+    """What is registered first is called last."""
+    program = """
+import atexit, os, signal
+from largetrain.engine import signals
+atexit.register(lambda: print(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN))
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+signals.take_signals()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 def test_what_is_ignored_stays_ignored():
     ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}  # as nohup does
     process = start("print('ready', flush=True); time.sleep(0.6)", **ignoring)
@@ -169,7 +182,8 @@ import sys, time
 from largetrain.engine.signals import StopRequests
 requests = StopRequests()
 print(len(requests._launcher.above), flush=True)
-while not requests.flags():
+end = time.monotonic() + 60
+while not requests.flags() and time.monotonic() < end:
     time.sleep(0.01)
 print(requests.flags(), flush=True)
 """
@@ -203,14 +217,14 @@ def test_the_death_of_a_launcher_is_noticed_and_that_of_others_is_not(tmp_path, 
         [sys.executable, starter], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     )
     lower = int(process.stdout.readline())
-    children = [process.pid, *signals.descendants(process.pid)]
     assert process.stdout.readline() == f"{watched}\n"
+    rank_id = signals.descendants(process.pid)[-1]
     os.kill(process.pid if killed == "upper" else lower, signal.SIGKILL)
     if watched:
         assert process.stdout.readline() == f"{int(Stop.LAUNCHER)}\n"
     else:
         time.sleep(SOON_S)
-        os.kill(children[-1], signal.SIGKILL)
+        os.kill(rank_id, signal.SIGKILL)
         assert process.stdout.readline() == ""
     process.stdout.close()
     process.wait(timeout=10)
