@@ -209,7 +209,7 @@ def _is_evaluated(metrics: Path, step: int) -> bool:
 
 
 def _pointed_at_again(checkpoint: Path, folder: Path) -> list[str]:
-    """Let `latest` name the run's newest checkpoint, and `best` if it has a record of that: a kill may have come between.
+    """Let `latest` name the run's newest checkpoint, and `best` if it has a record of that; a kill may come between.
 
     A run that is complete writes no other. Returns what could not be done.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed.layouts import GLOBAL_BATCH, STEPS, Continuation, Layout, continued, prepare, straight
+from tests.distributed.parity.matrix import cpu_adam_is_built
 from tests.distributed.tiny_run import SEQ_LEN
 from tests.reference import tolerance_for
 
@@ -28,7 +29,7 @@ def changes() -> list[tuple[Layout, Layout]]:
     cells = []
     for (one, other), (before, after) in itertools.product(itertools.product(BACKENDS, repeat=2), RANKS):
         cells.append((_on(one, before), _on(other, after)))
-    for stage in (1, 2, 3):
+    for stage in (1, 2, 3) if cpu_adam_is_built() else ():
         with_offload, without = Layout(stage=stage, offload=True), Layout(stage=stage)
         cells += [(with_offload, without), (without, with_offload), (with_offload, _on(with_offload, 4))]
     return cells
@@ -73,6 +74,8 @@ def main() -> int:
             failures += not passed
             verdict = "ok" if passed else "FAILED" if same else "FAILED: other samples or tensors"
             print(f"{title:<40} loss {loss:.1e}  tensors {tensors:.1e}  {found.seconds:4.1f} s  {verdict}", flush=True)
+    if not cpu_adam_is_built():
+        print("left out: offload, for which `largetrain setup --ops cpu_adam` compiles DeepSpeed's CPUAdam")
     print(f"bound {bound:.1e}; {failures} failed")
     return 1 if failures else 0
 
