@@ -35,6 +35,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 SHM = Path("/dev/shm")
 GRACE_S = 1.0  # between the deadline, at which a rank prints its stacks and ends itself, and the kill
+ORPHAN_S = 15.0  # within which what a killed rank had started has to end
 TAIL_LINES = 60  # of each rank's output in a failure message
 
 _context = multiprocessing.get_context("forkserver")
@@ -146,6 +147,88 @@ def run_ranks(
         if "PYTEST_CURRENT_TEST" in os.environ:
             sys.stdout.write(job.output())  # shown when the test fails later
         return [rank.report[1] for rank in job.ranks if rank.report]
+
+
+@dataclass
+class RankEnd:
+    """How a rank ended by itself."""
+
+    code: int | None
+    """Exit code, or minus the signal; None: it had not ended in time."""
+    output: str
+    after_s: float
+    """Since the first rank's end."""
+    result: Any = None
+    error: str | None = None
+    """The traceback of what it raised."""
+
+
+def let_ranks_end(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, env: Mapping[str, str] | None = None
+) -> list[RankEnd]:
+    """As `run_ranks`, for ranks of which some are killed: waits until each has ended by itself, and judges none.
+
+    Raises:
+        RankFailed: shared memory, or a process that a rank had started, was left behind.
+    """
+    _start_server()
+    payload = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:
+        job = _Job(time.monotonic() + timeout, timeout)
+        try:
+            for index in range(world_size):
+                variables = _environment(index, world_size, port, env or {})
+                job.ranks.append(_start(index, payload, variables, job.deadline, Path(folder)))
+            ended_at = _ends(job)
+            left = _groups_left([rank for rank in job.ranks if rank.index in ended_at])
+        finally:
+            _kill(job.ranks)
+        left += _remove_leaked_buffers(port)
+        if left:
+            raise RankFailed(f"left behind: {', '.join(left)}\n{job.output()}")
+        first = min(ended_at.values(), default=time.monotonic())
+        ends = []
+        for rank in job.ranks:
+            code = rank.process.exitcode if rank.index in ended_at else None
+            output = rank.log.read_text(errors="replace") if rank.log.exists() else ""
+            end = RankEnd(code, output, ended_at.get(rank.index, time.monotonic()) - first)
+            if rank.report is not None and rank.report[0] == "error":
+                end.error = rank.report[2]
+            elif rank.report is not None:
+                end.result = rank.report[1]
+            ends.append(end)
+        return ends
+
+
+def _ends(job: _Job) -> dict[int, float]:
+    """When each rank ended, of those that do before the deadline; `time.monotonic()`."""
+    ended_at: dict[int, float] = {}
+    while len(ended_at) < len(job.ranks) and time.monotonic() < job.deadline:
+        for rank in job.ranks:
+            ended = rank.ended
+            rank.receive()
+            if ended:
+                ended_at.setdefault(rank.index, time.monotonic())
+        time.sleep(0.01)
+    return ended_at
+
+
+def _groups_left(ranks: Sequence[_Rank]) -> list[str]:
+    """Ranks that have ended, but not all that they started; a data loader's process looks for its parent every 5 s."""
+    deadline = time.monotonic() + ORPHAN_S
+    while left := [rank for rank in ranks if _has_group(rank.process.pid)]:
+        if time.monotonic() > deadline:
+            return [f"processes of rank {rank.index}" for rank in left]
+        time.sleep(0.05)
+    return []
+
+
+def _has_group(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _start_server() -> None:

@@ -4,6 +4,7 @@ Training waits for the copy alone. A thread on every rank writes that rank's fil
 another, and rank 0's publishes the checkpoint when all have succeeded. What went wrong is known to all ranks alike.
 """
 
+import contextlib
 import io
 import shutil
 import threading
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from largetrain.checkpoint.faults import fault
-from largetrain.checkpoint.folder import PARTIAL, leftovers, step_folder
-from largetrain.checkpoint.manifest import FileRecord
+from largetrain.checkpoint.folder import PARTIAL, all_checkpoints, leftovers, step_folder
+from largetrain.checkpoint.manifest import BEST_RECORD, FileRecord
 from largetrain.checkpoint.reports import Reports, shortened
 from largetrain.checkpoint.retention import Retention, remove, superfluous
 from largetrain.checkpoint.space import lacking, room_at_start
 from largetrain.checkpoint.staging import Staging, plan
-from largetrain.checkpoint.writer import facts_bytes, point, prepare, publish, write_best, write_rank
+from largetrain.checkpoint.writer import facts_bytes, partial_name, point, prepare, publish, write_best, write_rank
 from largetrain.errors import CheckpointError, ConfigError
 from largetrain.parallel.pieces import Snapshot
 
@@ -337,8 +338,8 @@ class CheckpointManager:
 
     def _publish(self, partial: Path, job: _Job, written: list[dict[str, list[Any]]]) -> None:
         files = {name: FileRecord(*record) for each in written for name, record in each.items()}
-        publish(partial, job.final, self.run_id, job.facts, files, self.world_size)
-        with self._lock:
+        with self._lock:  # a mark comes before it is published, and with it, or after
+            publish(partial, job.final, self.run_id, job.facts, files, self.world_size, job.best)
             job.published = True
             if job.best is not None:
                 self._unmarked = (job.final, job.best)
@@ -377,3 +378,6 @@ class CheckpointManager:
         """Remove at the start what a killed run has left; what cannot be is met again, and told, by the first save."""
         for leftover in leftovers(self.folder):
             shutil.rmtree(leftover, ignore_errors=True)
+        for checkpoint in all_checkpoints(self.folder):
+            with contextlib.suppress(OSError):
+                (checkpoint / partial_name(BEST_RECORD)).unlink()

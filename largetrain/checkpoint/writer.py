@@ -121,9 +121,18 @@ def _digest(view: memoryview, going: Going) -> str:
 
 
 def publish(
-    partial: Path, final: Path, run_id: str, facts: bytes, files: Mapping[str, FileRecord], world_size: int
+    partial: Path,
+    final: Path,
+    run_id: str,
+    facts: bytes,
+    files: Mapping[str, FileRecord],
+    world_size: int,
+    best: Mapping[str, Any] | None = None,
 ) -> None:
     """Turn the written folder into the checkpoint `final`, once every file of every rank is seen to be there.
+
+    Args:
+        best: what an evaluation has found by now, see `write_best`; so that it cannot be there without.
 
     Raises:
         OSError: a file is absent, or nothing more can be written; `final` is not there then.
@@ -134,6 +143,8 @@ def publish(
         ranks = sorted(set(absent))
         raise OSError(f"files of ranks {ranks} are not in {partial}: --output must be on storage shared by all hosts")
     facts_record = write_file(partial / FACTS, facts)
+    if best is not None:
+        write_file(partial / BEST_RECORD, _record(final, best))
     for name in ("pieces", "ranks"):
         sync(partial / name)
     fault("before-manifest")
@@ -182,8 +193,14 @@ def _run_of(checkpoint: Path) -> str | None:
 
 def write_best(checkpoint: Path, record: Mapping[str, Any]) -> None:
     """Put what an evaluation found beside a checkpoint, and let `best` name it."""
-    replace(checkpoint / BEST_RECORD, sealed({"step": step_of(checkpoint), "state": dict(record)}))
+    path, content = checkpoint / BEST_RECORD, _record(checkpoint, record)
+    if not path.exists() or path.read_bytes() != content:
+        replace(path, content)
     point(checkpoint.parent / "best", checkpoint)
+
+
+def _record(checkpoint: Path, record: Mapping[str, Any]) -> bytes:
+    return sealed({"step": step_of(checkpoint), "state": dict(record)})
 
 
 def point(pointer: Path, checkpoint: Path) -> None:
@@ -191,9 +208,14 @@ def point(pointer: Path, checkpoint: Path) -> None:
     replace(pointer, f"{checkpoint.name}\n".encode())
 
 
+def partial_name(name: str) -> str:
+    """What a small file is called while it is written."""
+    return f"{name}.partial"
+
+
 def replace(path: Path, content: bytes) -> None:
     """Give a small file new content by one rename."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(partial_name(path.name))
     with contextlib.suppress(FileNotFoundError):
         partial.unlink()
     write_file(partial, content)

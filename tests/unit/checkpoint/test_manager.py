@@ -124,8 +124,30 @@ def only_start(folder):
 def test_leftovers_of_a_killed_save_are_removed_at_the_start_and_nothing_else(tmp_path):
     (tmp_path / "partial-step-00000003" / "ranks").mkdir(parents=True)
     (tmp_path / "partial-notes").mkdir()
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "best.json.partial").touch()
     run_ranks(only_start, 2, tmp_path)
-    assert names_in(tmp_path) == ["partial-notes"]
+    assert names_in(tmp_path) == ["partial-notes", "step-00000002"]
+    assert names_in(tmp_path / "step-00000002") == []
+
+
+def mark_and_fail_to_name(folder):
+    """Marked before it is published; then `best` cannot be written."""
+    job = Job(folder)
+    publishing = threading.Event()
+    publish, manager_module.publish = manager_module.publish, lambda *args: (publishing.wait(), publish(*args))
+    if job.rank == 0:
+        (folder / "best.partial").mkdir()
+    path = job.save(1)
+    job.manager.mark_best(path, {"best_figure": 0.25})
+    publishing.set()
+    job.end()
+
+
+def test_a_mark_that_came_before_is_published_with_the_checkpoint(tmp_path):
+    run_ranks(mark_and_fail_to_name, 2, tmp_path)
+    assert best_checkpoint(tmp_path) is None
+    assert read_facts(tmp_path / "step-00000001")["state"] == {"step": 1, "best_figure": 0.25}
 
 
 def save_twice(folder):
