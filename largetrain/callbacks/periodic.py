@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from largetrain.callbacks.base import Callback, Moment
 from largetrain.callbacks.preemption import Abandoned, Preemption
+from largetrain.checkpoint.manager import CheckpointManager
 from largetrain.engine.base import Backend, MicroBatch
 from largetrain.engine.signals import Stop
 from largetrain.errors import CheckpointError, DivergedError
@@ -161,6 +162,23 @@ class Checkpointing(Callback):
         if asked or milestone or is_due(moment.step, self.every_steps, self.at_end and moment.last):
             self.save()
             self._saved_at = time.monotonic()
+
+
+class Writing(Callback):
+    """Follows what a `CheckpointManager` writes in the background: tells of it, waits for the last one."""
+
+    def __init__(self, manager: CheckpointManager):
+        self.manager = manager
+
+    def on_step(self, moment: Moment) -> None:
+        self.manager.poll()
+
+    def on_end(self, step: int) -> None:
+        self.manager.finish()
+        self.manager.close()
+
+    def on_failure(self, step: int) -> None:
+        self.manager.close()
 
 
 class Guard(Callback):

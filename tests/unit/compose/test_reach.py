@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from largetrain.compose.run import _check_within_reach
+from largetrain.compose.checkpoints import check_within_reach
 from largetrain.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ def resolved(device, backend="deepspeed"):
 
 def test_an_optimizer_on_nvme_is_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"offload_optimizer.device: nvme.*write cpu") as caught:
-        _check_within_reach(resolved("nvme"))
+        check_within_reach(resolved("nvme"))
     assert caught.value.on_all_ranks
-    _check_within_reach(resolved("cpu"))
-    _check_within_reach(resolved("nvme", "ddp"))  # which offloads nothing
+    check_within_reach(resolved("cpu"))
+    check_within_reach(resolved("nvme", "ddp"))  # which offloads nothing
