@@ -55,7 +55,7 @@ def run_signalled(arguments, place, step, rank, number):
     """The command on this rank, in whose process a signal arrives within update, evaluation or save `step`."""
     import time
 
-    from largetrain.compose import run as compose
+    from largetrain.compose import watching as compose
     from largetrain.engine.deepspeed import DeepSpeedBackend
     from largetrain.train.state import TrainState
     from largetrain.train.trainer import Trainer
