@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--folder", type=Path, default=ROOT / "runs", help="on the disk to be measured (default: runs/)")
     made.add_argument("--ranks", type=int, default=2, help="processes that save (default: 2)")
-    made.add_argument("--rounds", type=int, default=5, help="after one that does not count (default: 5)")
+    made.add_argument("--rounds", type=int, default=8, help="after one that does not count (default: 8)")
     made.add_argument("--layers", type=int, default=5, help="of the transformer that is saved (default: 5)")
     made.add_argument("--width", type=int, default=768, help="12 width^2 parameters a layer (default: 768)")
     made.add_argument("--quick", action="store_true", help="a smoke test of seconds; its numbers say nothing")
