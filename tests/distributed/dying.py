@@ -218,7 +218,7 @@ def _finished(kind: Kind, output: str) -> list[str]:
     names, expected_names = _names(folder), _names(straight)
     if missing := expected_names - names:
         found.append(f"missing: {sorted(missing)}")
-    if (more := names - expected_names) and not outcomes[0].error:  # complete, and so without another save
+    if (more := names - expected_names) and start < STEPS:  # else there was no other save, which prunes
         found.append(f"left behind: {sorted(more)}")
     for path in all_checkpoints(folder / "checkpoints"):
         if problem := problem_of(path, contents=True) or differing(

@@ -18,7 +18,7 @@ def kind(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    return make_kind(tmp_path_factory.mktemp("slow"), ["data.workers=1"], slow=True)
+    return make_kind(tmp_path_factory.mktemp("slow"), slow=True)
 
 
 def test_every_fault_point_is_reached(kind):
