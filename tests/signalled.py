@@ -1,5 +1,6 @@
 """Real launches to one of whose processes a signal is sent at some moment."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -56,7 +57,8 @@ def launch(
     """Start `launcher ... largetrain ARGUMENTS` on two ranks of one thread each, and wait for all its processes."""
     words, port = command(launcher)
     mark = uuid.uuid4().hex
-    variables = {MARK: mark, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables = {MARK: mark, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port)}
+    variables |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     began = time.monotonic()
     process = subprocess.Popen(
         [*words, *arguments],
@@ -84,8 +86,11 @@ def launch(
     deadline = time.monotonic() + (LEAVE_S if process.poll() is not None else 0)
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for process_id in left:
-        os.kill(process_id, signal.SIGKILL)
+    for number in (signal.SIGABRT, signal.SIGKILL):  # the first makes Python print where every thread is
+        for process_id in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, number)
+        time.sleep(1 if left else 0)
     code = process.wait(timeout=30)
     reader.join(timeout=30)
     process.stdout.close()

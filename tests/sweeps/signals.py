@@ -85,9 +85,9 @@ def one_run(
     problems: list[str],
 ) -> int:
     """Start a run, stop it and start it again until it is complete; returns how many signals were sent."""
-    sent = launches = 0
+    sent, launches, wall_s = 0, 0, straight.wall_s
     while True:
-        shot = random_shot(draw, straight.wall_s) if sent < min(MOST_STOPS, most) else None
+        shot = random_shot(draw, wall_s, newest(folder / output)) if sent < min(MOST_STOPS, most) else None
         ended = launch(folder, "deepspeed", [*FILES, "--output", output], shot)
         launches += 1
         where = f"{output}, launch {launches}, {shot}, code {ended.code}"
@@ -97,6 +97,8 @@ def one_run(
             outcomes[f"{phase(ended)}, {shot.target}: code {ended.code}"] += 1
         if found := trouble(folder / output, ended, shot):
             problems.append(f"{where}: {found}\n{ended.output}")
+        if ended.shot_s is None:
+            wall_s = ended.wall_s  # the machine may be busier than it was
         if ended.code == 0 and is_complete(folder / output):
             break
         if launches > 3 * MOST_STOPS:
@@ -107,12 +109,23 @@ def one_run(
     return sent
 
 
-def random_shot(draw: random.Random, wall_s: float) -> Shot:
-    """Half of them at any time from the start to after the end, the others while the run makes updates."""
+def random_shot(draw: random.Random, wall_s: float, done: int) -> Shot:
+    """Half of them at any time from the start to after the end, the others soon after a random update.
+
+    Args:
+        wall_s: how long a launch takes that is not stopped.
+        done: updates that are done already.
+    """
     target = draw.choice(TARGETS)
     if draw.random() < 0.5:
         return Shot(target, delay_s=draw.uniform(0, 1.1 * wall_s))
-    return Shot(target, after=f"/{STEPS}  loss", delay_s=draw.uniform(0, 0.5 * wall_s))
+    return Shot(target, after=f"step {draw.randint(done + 1, STEPS)}/{STEPS}  loss", delay_s=draw.uniform(0, 0.06))
+
+
+def newest(folder: Path) -> int:
+    """Updates behind the newest checkpoint; the one after the last update is not counted."""
+    steps = [int(path.name[-8:]) for path in (folder / "checkpoints").glob("step-*")]
+    return min(max(steps, default=0), STEPS - 1)
 
 
 def phase(ended: Ended) -> str:
