@@ -235,4 +235,8 @@ def descendants(process_id: int) -> list[int]:
 
 def _stat(process_id: int) -> list[str]:
     """The fields of /proc/PID/stat after the name, which may hold blanks: state, parent, ..."""
-    return (PROC / str(process_id) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    descriptor = os.open(f"/proc/{process_id}/stat", os.O_RDONLY)  # looked at in every update
+    try:
+        return os.read(descriptor, 4096).decode(errors="replace").rpartition(")")[2].split()
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from largetrain.checkpoint.verify import problem_of
+from largetrain.cli import main, train
+from largetrain.engine.signals import Stop, StopRequests
 from tests.cli.test_train_cli import run_command
 from tests.distributed.tiny_run import rows_of, without_times, write_inputs
 from tests.ranks import run_ranks
@@ -63,3 +65,27 @@ def test_ranks_save_and_stop_when_their_launcher_is_killed(folder):
     stopped = launch(folder, "deepspeed", [*FILES, "--output", "out", "--steps", "100000"], shot)
     assert (stopped.code, stopped.left) == (-signal.SIGKILL, []), stopped.output
     assert f"stopped after update {the_checkpoint(folder)} (the launcher has died)" in stopped.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "told"),
+    [
+        (Stop(0), 1, "this rank stops because another one has ended"),
+        (Stop.SIGTERM, 143, "stopped by SIGTERM without saving; --resume auto goes on from the last checkpoint"),
+        (Stop.SIGINT, 130, "stopped by SIGINT without saving"),
+    ],
+)
+def test_a_rank_that_waits_for_one_that_signals_have_ended_says_so(monkeypatch, folder, capsys, asked, code, told):
+    """The other one was signalled twice, or before its first update; no rank fails by itself then."""
+
+    def lose_the_other(*_):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+    requests = StopRequests()
+    requests.asked = asked
+    monkeypatch.setattr(train, "take_signals", lambda speaks: requests)
+    monkeypatch.setattr(train, "_train", lose_the_other)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--config", str(folder / "run.json"), "--ds_config", str(folder / "engine.json")]) == code
+    assert capsys.readouterr().err.startswith(f"largetrain: {told}")
