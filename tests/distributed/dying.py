@@ -299,7 +299,8 @@ class _Watch:
 
     Args:
         folder: of the checkpoints.
-        slow: let every write take long, so that training goes on meanwhile.
+        slow: let every write take long, so that training goes on meanwhile, and marks of the best one come before it
+            ends. Else they wait for that: what a save prunes depends on it, and has to be the same in every run.
     """
 
     def __init__(self, folder: Path, slow: bool, death: Death | None):
@@ -310,9 +311,8 @@ class _Watch:
         sys.addaudithook(self._changed)
 
     def _follow_saves(self, slow: bool) -> None:
-        start, write, poll, going = (
-            getattr(CheckpointManager, name) for name in ("_start", "_write", "poll", "_going")
-        )
+        names = ("_start", "_write", "poll", "_going", "mark_best")
+        start, write, poll, going, mark = (getattr(CheckpointManager, name) for name in names)
         trace, death = self.trace, self.death
 
         def started(manager: Any, step: int, *args: Any) -> None:
@@ -331,6 +331,11 @@ class _Watch:
                 trace.updates[manager._job.step] = trace.updates.get(manager._job.step, 0) + 1
             poll(manager)
 
+        def marked(manager: Any, *args: Any) -> None:
+            if manager._job is not None:
+                manager._job.done.wait()
+            mark(manager, *args)
+
         def slowly(manager: Any) -> None:
             time.sleep(SLOW_CHUNK_S)
             going(manager)
@@ -339,6 +344,8 @@ class _Watch:
         if slow:
             writer.CHUNK_BYTES = SLOW_CHUNK_BYTES
             CheckpointManager._going = slowly
+        else:
+            CheckpointManager.mark_best = marked
 
     def _follow_points(self) -> None:
         plain = writer.fault
