@@ -37,6 +37,7 @@ SAVES = (2, 4, 6, 8)
 RANKS = 2
 ENOUGH_S = 20.0
 """Within which a rank has to end after another was killed."""
+TOO_LATE = "the run had ended before"
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 SLOW_CHUNK_BYTES, SLOW_CHUNK_S = 2048, 0.003
 
@@ -129,12 +130,17 @@ def killed_and_resumed(kind: Kind, deaths: Sequence[Death], output: str = "out")
             train_and_die, RANKS, kind.folder, output, kind.sets, kind.slow, death, env=fault_of(kind, death)
         )
         partial = sorted((folder / "checkpoints").glob(f"{PARTIAL}*"))
-        found += _ended_rightly(death, ends)
         found += [f"{folder}: {problem}" for problem in _wrong_checkpoints(kind, folder, death, before)]
-        told.append(
-            f"the other ended after {max(end.after_s for end in ends):.1f} s" if len(death.ranks) < RANKS else ""
-        )
-        told[-1] += f"{' in the middle of a write,' if partial else ''} goes on from {newest(folder) or 'the start'}"
+        if death.after_s is not None and death.step == STEPS and all(end.code == 0 for end in ends):
+            told.append(TOO_LATE)  # this write was faster than the one that the moment was drawn from
+            continue
+        found += _ended_rightly(death, ends)
+        words = [f"goes on from {newest(folder) or 'the start'}"]
+        if partial:
+            words.insert(0, "in the middle of a write")
+        if len(death.ranks) < RANKS:
+            words.insert(0, f"the other ended after {max(end.after_s for end in ends):.1f} s")
+        told.append(", ".join(words))
     found += _finished(kind, output)
     return found, "; ".join(told)
 
@@ -158,9 +164,11 @@ def newest(folder: Path) -> int:
 
 def _ended_rightly(death: Death, ends: Sequence[RankEnd]) -> list[str]:
     found = []
+    killed = any(end.code == -signal.SIGKILL for end in ends)
     for rank, end in enumerate(ends):
         if rank in death.ranks:
-            if end.code != -signal.SIGKILL:
+            first = death.after_s is not None and killed and end.error is not None  # it heard of the other's death
+            if end.code != -signal.SIGKILL and not first:
                 found.append(f"rank {rank} was not killed: it ended with {end.code}\n{end.error or end.output}")
         elif end.code is None or end.after_s > ENOUGH_S:
             found.append(f"rank {rank} went on for {end.after_s:.0f} s after the other's death\n{end.output}")
