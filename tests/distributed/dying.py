@@ -90,9 +90,9 @@ class Kind:
     straight: list[Outcome] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
 
-    def time_of(self, rank: int, step: int, point: str) -> int:
-        """How often the rank has come to the point, this one included, when it does in the save of `step`; 0: never."""
-        seen = [at for at, name in self.traces[rank].points if name == point]
+    def time_of(self, rank: int, step: int, point: str, start: int = 0) -> int:
+        """How often the rank comes to a point after update `start`, until it does in the save of `step`; 0: never."""
+        seen = [at for at, name in self.traces[rank].points if name == point and at > start]
         return seen.index(step) + 1 if step in seen else 0
 
 
@@ -127,7 +127,7 @@ def killed_and_resumed(kind: Kind, deaths: Sequence[Death], output: str = "out")
     for death in deaths:
         before = newest(folder)
         ends = let_ranks_end(
-            train_and_die, RANKS, kind.folder, output, kind.sets, kind.slow, death, env=fault_of(kind, death)
+            train_and_die, RANKS, kind.folder, output, kind.sets, kind.slow, death, env=fault_of(kind, death, before)
         )
         partial = sorted((folder / "checkpoints").glob(f"{PARTIAL}*"))
         found += [f"{folder}: {problem}" for problem in _wrong_checkpoints(kind, folder, death, before)]
@@ -145,12 +145,12 @@ def killed_and_resumed(kind: Kind, deaths: Sequence[Death], output: str = "out")
     return found, "; ".join(told)
 
 
-def fault_of(kind: Kind, death: Death) -> dict[str, str]:
-    """The variable of `largetrain.checkpoint.faults`, for a death at a point."""
+def fault_of(kind: Kind, death: Death, start: int) -> dict[str, str]:
+    """The variable of `largetrain.checkpoint.faults`, for a death at a point of a run that goes on from `start`."""
     if not death.point:
         return {}
     [rank] = death.ranks
-    return {"LARGETRAIN_TEST_KILL": f"{rank}:{death.point}:{kind.time_of(rank, death.step, death.point)}"}
+    return {"LARGETRAIN_TEST_KILL": f"{rank}:{death.point}:{kind.time_of(rank, death.step, death.point, start)}"}
 
 
 def newest(folder: Path) -> int:

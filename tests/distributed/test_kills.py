@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.distributed.dying import SAVES, Death, killed_and_resumed, make_kind, random_deaths
-from tests.sweeps.kills import LATER, unreached
+from tests.sweeps.kills import LAST, LATER, unreached
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,16 @@ def test_every_fault_point_is_reached(kind):
 
 
 @pytest.mark.parametrize(
-    "death",
+    "deaths",
     [
-        Death(2, (0,), point="mid-manifest"),
-        Death(LATER, (1,), point="mid-pieces"),
-        Death(LATER, (0,), point="mid-prune"),
-        Death(8, (0,), point="after-rename"),
+        [Death(2, (0,), point="mid-manifest"), Death(LATER, (1,), point="mid-pieces")],
+        [Death(LATER, (0,), point="mid-prune"), Death(LAST, (0,), point="after-rename")],
     ],
-    ids=str,
+    ids=lambda deaths: "; ".join(map(str, deaths)),
 )
-def test_a_killed_rank_costs_nothing_that_was_written(kind, death):
-    found, _ = killed_and_resumed(kind, [death], f"step-{death.step}-{death.point}")
+def test_a_killed_rank_costs_nothing_that_was_written(kind, deaths):
+    """One run that is killed twice."""
+    found, _ = killed_and_resumed(kind, deaths, deaths[0].point)
     assert found == []
 
 
