@@ -133,9 +133,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:
         job = _Job(time.monotonic() + timeout, timeout)
         try:
-            for index in range(world_size):
-                variables = _environment(index, world_size, port, env or {})
-                job.ranks.append(_start(index, payload, variables, job.deadline, Path(folder)))
+            _start_all(job, payload, world_size, port, env or {}, Path(folder))
             failed = _wait(job)
             ended_at = time.monotonic()
         finally:
@@ -176,9 +174,7 @@ def let_ranks_end(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:
         job = _Job(time.monotonic() + timeout, timeout)
         try:
-            for index in range(world_size):
-                variables = _environment(index, world_size, port, env or {})
-                job.ranks.append(_start(index, payload, variables, job.deadline, Path(folder)))
+            _start_all(job, payload, world_size, port, env or {}, Path(folder))
             ended_at = _ends(job)
             left = _groups_left([rank for rank in job.ranks if rank.index in ended_at])
         finally:
@@ -276,6 +272,12 @@ def _environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]
     if Path("/sys/class/net/lo").exists():
         launcher["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name may resolve to an address that nobody serves
     return {**os.environ, **ONE_THREAD, **launcher, **extra}
+
+
+def _start_all(job: _Job, payload: bytes, world_size: int, port: int, env: Mapping[str, str], folder: Path) -> None:
+    for index in range(world_size):
+        variables = _environment(index, world_size, port, env)
+        job.ranks.append(_start(index, payload, variables, job.deadline, folder))
 
 
 def _start(index: int, payload: bytes, variables: dict[str, str], deadline: float, folder: Path) -> _Rank:

@@ -27,10 +27,10 @@ from largetrain.checkpoint.sources import (
     is_plain_name,
     of_names,
     range_of,
-    some,
     without_prefixes,
 )
 from largetrain.errors import ConfigError
+from largetrain.models.state_dicts import some
 
 OPTIMIZER_FILES = "*_optim_states.pt"
 WAY_OUT = "Only if you trust whoever wrote it: `largetrain checkpoint import --trust`."

@@ -20,9 +20,10 @@ from largetrain.checkpoint.files import (
     write_safetensors,
 )
 from largetrain.checkpoint.hf import config_of, decoder_shapes, spec_of, to_theirs
-from largetrain.checkpoint.sources import MODEL, Entry, Source, some
+from largetrain.checkpoint.sources import MODEL, Entry, Source
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.errors import ConfigError
+from largetrain.models.state_dicts import some
 
 FORMATS = ("hf", "safetensors", "torch")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

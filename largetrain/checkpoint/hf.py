@@ -22,11 +22,11 @@ from largetrain.checkpoint.sources import (
     read_json,
     safetensors_entries,
     sharded_entries,
-    some,
     without_prefixes,
 )
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.errors import ConfigError
+from largetrain.models.state_dicts import some
 
 EMBEDDING, HEAD, POSITIONS = "token_embedding.weight", "head.weight", "position_embedding.weight"
 BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")

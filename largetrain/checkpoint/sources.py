@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from largetrain.errors import ConfigError
+from largetrain.models.state_dicts import prefix_of, some
 
 MODEL, EMA = "model/", "ema/"
 INDEX_ENDING = ".safetensors.index.json"
-# Put before every name by DDP, torch.compile and weight averaging.
-PREFIXES = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def range_of(parts: Sequence[Tensor], start: int, stop: int) -> Tensor:
 def without_prefixes(state: Mapping[str, Entry]) -> dict[str, Entry]:
     """Take off what wrappers put before every name, as often as it is there."""
     found = dict(state)
-    while found and (prefix := next((p for p in PREFIXES if all(name.startswith(p) for name in found)), None)):
+    while (prefix := prefix_of(list(found))) is not None:
         found = {name.removeprefix(prefix): entry for name, entry in found.items()}
     return found
 
@@ -210,9 +209,3 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
 def is_plain_name(name: str) -> bool:
     """Whether `name` is the name of a file or folder and not a path that leads elsewhere."""
     return PurePosixPath(name).name == name and name not in ("", ".", "..") and "\0" not in name and "\\" not in name
-
-
-def some(names: Sequence[str], count: int = 3) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:count])
-    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"

@@ -29,17 +29,13 @@ from largetrain.checkpoint.sources import (
     safetensors_metadata,
     sharded_entries,
     shards_of,
-    some,
     without_prefixes,
 )
 from largetrain.config.prefixes import fits
 from largetrain.errors import CheckpointError, ConfigError
+from largetrain.models.state_dicts import COUNTER, some, tensors_of
 from largetrain.parallel.pieces import Pieces
 
-# Names under which training programs keep the weights within a file.
-WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
-# Counts that weight averaging keeps beside the weights.
-COUNTERS = ("n_averaged",)
 KINDS = (
     "a checkpoint or run of largetrain, a .safetensors file, a file of torch.save, a folder of sharded safetensors, a "
     "Hugging Face GPT-2 or Llama, or a checkpoint of DeepSpeed"
@@ -139,20 +135,8 @@ def plain_state(held: Any, where: str, key: str) -> dict[str, Entry]:
     Raises:
         ConfigError: it holds anything else.
     """
-    while isinstance(held, Mapping):
-        inner = next((held[name] for name in WRAPPERS if isinstance(held.get(name), Mapping)), None)
-        if inner is None:
-            break
-        held = inner
-    if not isinstance(held, Mapping) or not held:
-        kind = "is empty" if isinstance(held, Mapping) else f"holds a {type(held).__name__}"
-        raise ConfigError(f"{key}: {where} {kind}, not tensors by name; save model.state_dict().")
-    if others := [str(name) for name, value in held.items() if not isinstance(value, Tensor)]:
-        raise ConfigError(
-            f"{key}: {where} holds more than tensors: {some(others)}; save model.state_dict(), alone or as one of: "
-            f"{', '.join(WRAPPERS)}."
-        )
-    return without_prefixes({str(name): in_memory(t) for name, t in held.items() if name not in COUNTERS})
+    tensors = tensors_of(held, where, key)
+    return without_prefixes({str(name): in_memory(t) for name, t in tensors.items() if name != COUNTER})
 
 
 def tied_source(source: Source, section: Mapping[str, Any]) -> Source:

@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from torch.hub import get_dir, load_state_dict_from_url
 
 from largetrain.errors import ConfigError
+from largetrain.models.state_dicts import COUNTER, prefix_of, some, tensors_of
 
 State = dict[str, Tensor]
 FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".tar", ".safetensors")
-# Names under which training programs keep the weights within a checkpoint.
-WRAPPERS = ("model", "state_dict", "model_state_dict")
-# Put before every name by DDP, torch.compile and weight averaging.
-PREFIXES = ("module.", "_orig_mod.")
 # Heads that are used in training alone: a file may lack them, a model may be built without them.
 AUXILIARY = ("aux_classifier.", "aux1.", "aux2.", "AuxLogits.")
 CLASSIFIERS = ("fc.", "classifier.", "head.", "heads.", *AUXILIARY)
@@ -79,7 +76,7 @@ def _load(model: nn.Module, state: State, where: str, key: str, num_classes: int
     ]
     if problems:
         raise ConfigError(
-            f"{key}: {where} does not fit the model: {_some(problems)}. Take the weights of this very model, and the "
+            f"{key}: {where} does not fit the model: {some(problems)}. Take the weights of this very model, and the "
             f"data.image_size that they are for."
         )
     left_out = heads.union(unused)
@@ -92,11 +89,11 @@ def _load(model: nn.Module, state: State, where: str, key: str, num_classes: int
     loaded = len(fitting) - len(result.unexpected_keys)
     if not loaded:
         raise ConfigError(
-            f"{key}: {where}: none of its {len(state)} names is one of the model's; it has {_some(list(state))}, the "
-            f"model {_some(list(own))}."
+            f"{key}: {where}: none of its {len(state)} names is one of the model's; it has {some(list(state))}, the "
+            f"model {some(list(own))}."
         )
-    lacks = [f"lacks {_some(missing)}"] if missing else []
-    has = [f"holds {_some(result.unexpected_keys)}, which the model has not"] if result.unexpected_keys else []
+    lacks = [f"lacks {some(missing)}"] if missing else []
+    has = [f"holds {some(result.unexpected_keys)}, which the model has not"] if result.unexpected_keys else []
     if lacks or has:
         raise ConfigError(f"{key}: {where} {' and '.join(lacks + has)}. Take the weights of this very model.")
     lines = [f"loaded {loaded} tensors from {where}"]
@@ -104,7 +101,7 @@ def _load(model: nn.Module, state: State, where: str, key: str, num_classes: int
     if fresh:
         lines.append(f"left as initialised, for another number of classes or not in the file: {', '.join(fresh)}")
     if unused:
-        lines.append(f"not used, since the model is built without it: {_some(unused)}")
+        lines.append(f"not used, since the model is built without it: {some(unused)}")
     return lines
 
 
@@ -195,28 +192,13 @@ def _guarded(read: Callable[[], Any], path: str, key: str) -> Any:
 
 def _plain_state(held: Any, where: str, key: str) -> State:
     """Unwrap a checkpoint to name -> tensor, names as the bare model has them."""
-    while isinstance(held, Mapping):
-        inner = next((held[name] for name in WRAPPERS if isinstance(held.get(name), Mapping)), None)
-        if inner is None:
-            break
-        held = inner
-    if not isinstance(held, Mapping) or not held:
-        kind = "is empty" if isinstance(held, Mapping) else f"holds a {type(held).__name__}"
-        raise ConfigError(f"{key}: {where} {kind}, not parameters by name; save model.state_dict().")
+    held = tensors_of(held, where, key)
     metadata = getattr(held, "_metadata", None)
-    others = [str(name) for name, value in held.items() if not isinstance(value, Tensor)]
-    if others:
-        raise ConfigError(
-            f"{key}: {where} holds more than tensors: {_some(others)}; save model.state_dict(), alone or as one of: "
-            f"{', '.join(WRAPPERS)}."
-        )
-    state: State = {str(name): tensor for name, tensor in held.items() if name != "n_averaged"}
-    prefix = next((p for p in PREFIXES if state and all(name.startswith(p) for name in state)), None)
-    while prefix is not None:
+    state: State = {str(name): tensor for name, tensor in held.items() if name != COUNTER}
+    while (prefix := prefix_of(list(state))) is not None:
         state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if metadata is not None:
             metadata = {f"{name}.".removeprefix(prefix).rstrip("."): value for name, value in metadata.items()}
-        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in state)), None)
     return _with_metadata({_OLD_DENSE_NAME.sub(r"\1\2", name): tensor for name, tensor in state.items()}, metadata)
 
 
@@ -231,8 +213,3 @@ def _with_metadata(state: State, metadata: Any) -> State:
     if metadata is not None:
         held._metadata = metadata
     return held
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

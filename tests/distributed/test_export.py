@@ -12,7 +12,6 @@ from largetrain.checkpoint.reshard import reshard
 from largetrain.checkpoint.sources import MODEL
 from largetrain.checkpoint.weights import weights_from
 from largetrain.compose import build
-from largetrain.config.load import load
 from largetrain.config.world import launch_world
 from largetrain.models.decoder import Decoder
 from tests.distributed import tiny_images, tiny_run
@@ -99,16 +98,8 @@ def test_a_checkpoint_of_deepspeed_alone_gives_its_fp32_weights(tmp_path, stage,
 
 def train_and_ask(folder, output, steps, sets):
     """A run of the tiny decoder, and the logits that its ranks compute together at the end."""
-    world = launch_world()
-    resolved = load(
-        str(folder / "engine.json"),
-        str(folder / "run.json"),
-        overrides=sets,
-        flags={"steps": ("--steps", steps), "output": ("--output", str(folder / output))},
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
-    trainer = build(resolved, world, resume=None, verbose=False, say=lambda line: None).trainer
+    resolved = tiny_run.resolved_for(folder, steps, output, sets)
+    trainer = build(resolved, launch_world(), resume=None, verbose=False, say=lambda line: None).trainer
     trainer.fit()
     trainer.backend.engine.eval()
     with torch.no_grad():

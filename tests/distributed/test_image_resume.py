@@ -8,7 +8,8 @@ from largetrain.compose import evaluate
 from largetrain.config.world import launch_world
 from largetrain.data.images import BadImage
 from largetrain.errors import ConfigError
-from tests.distributed.tiny_images import evaluation_rows, resolved_for, train, write_inputs
+from tests.distributed.tiny_images import evaluation_rows, train, write_inputs
+from tests.distributed.tiny_run import resolved_for
 from tests.ranks import run_ranks
 
 WITHOUT_NORM = "model.args={norm: false}"

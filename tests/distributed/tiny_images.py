@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from largetrain.callbacks.base import Callback
 from largetrain.compose import build, evaluate
-from largetrain.config.load import load
 from largetrain.config.world import launch_world
 from largetrain.train.state import random_state
 from tests.distributed import tiny_run
-from tests.distributed.tiny_run import Outcome, Probe, Stopped, _digest, rows_of
+from tests.distributed.tiny_run import Outcome, Probe, Stopped, _digest, resolved_for, rows_of
 
 SIDE, CLASSES = 8, ("bars", "dots", "rest")
 TRAIN, VALIDATION = 24, 7
@@ -113,19 +112,6 @@ def write_inputs(
             base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
     (folder / "engine.json").write_text(json.dumps(base_engine))
     (folder / "run.json").write_text(json.dumps(base_run))
-
-
-def resolved_for(folder: Path, steps: int, output: str = "out", sets: Sequence[str] = ()) -> Any:
-    """The configuration of this rank, from `folder`'s files."""
-    world = launch_world()
-    return load(
-        str(folder / "engine.json"),
-        str(folder / "run.json"),
-        overrides=sets,
-        flags={"steps": ("--steps", steps), "output": ("--output", str(folder / output))},
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
 
 
 def train(

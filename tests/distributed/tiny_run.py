@@ -103,6 +103,19 @@ def precision_section(precision: str) -> dict[str, Any]:
     }
 
 
+def resolved_for(folder: Path, steps: int, output: str = "out", sets: Sequence[str] = ()) -> Any:
+    """The configuration of this rank, from `folder`'s files."""
+    world = launch_world()
+    return load(
+        str(folder / "engine.json"),
+        str(folder / "run.json"),
+        overrides=sets,
+        flags={"steps": ("--steps", steps), "output": ("--output", str(folder / output))},
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+    )
+
+
 def train(
     folder: Path,
     steps: int,
@@ -116,16 +129,8 @@ def train(
     # a rank inherits the harness's way to start processes, in which each loader process would import torch again
     multiprocessing.set_start_method("fork", force=True)
     outcome = Outcome()
-    world = launch_world()
-    resolved = load(
-        str(folder / "engine.json"),
-        str(folder / "run.json"),
-        overrides=sets,
-        flags={"steps": ("--steps", steps), "output": ("--output", str(folder / output))},
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-    )
-    built = build(resolved, world, resume=resume, verbose=False, say=outcome.lines.append)
+    resolved = resolved_for(folder, steps, output, sets)
+    built = build(resolved, launch_world(), resume=resume, verbose=False, say=outcome.lines.append)
     # last, so that the checkpoint of the step at which it stops has been written
     built.trainer.callbacks = [*built.trainer.callbacks, *callbacks, Probe(outcome.updates, stop_after)]
     try:
