@@ -64,7 +64,8 @@ def read_torch_file(path: Path, key: str, *, stand_ins: bool = False, trust: boo
             return torch.load(path, map_location="cpu", weights_only=not trust, mmap=mapped)
     except pickle.UnpicklingError as error:
         held = _globals(path, allowed)
-        what = f"cannot be unpickled safely ({_line(error)})"
+        # torch's own words advise to read it unsafely
+        what = "is damaged, no file of torch.save, or holds more than tensors and plain values"
         if held:
             what = f"holds {', '.join(held)}, which could run code"
         raise ConfigError(f"{key}: {path} {what}; nothing of it was run. {way_out}".rstrip()) from error

@@ -8,15 +8,22 @@ import os
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
+
+from largetrain.errors import ConfigError
 
 
 def prepare(*, rank: int, local_rank: int, world_size: int, timeout_s: int, verbose: bool) -> torch.device:
     """Join the process group and return this rank's device.
 
     A run without a launcher becomes a world of one. Safe to call once per process.
+
+    Raises:
+        ConfigError: another program has the port where the ranks are to meet.
     """
     if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # spares the accelerator probe and its warning
@@ -34,12 +41,13 @@ def prepare(*, rank: int, local_rank: int, world_size: int, timeout_s: int, verb
         accelerator.is_fp16_supported = lambda: True
     for key, value in _single_process_rendezvous(rank, local_rank, world_size).items():
         os.environ.setdefault(key, value)
-    deepspeed.comm.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_s),
-        verbose=verbose,
-    )
+    with _taken_port_named():
+        deepspeed.comm.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            auto_mpi_discovery=False,
+            timeout=timedelta(seconds=timeout_s),
+            verbose=verbose,
+        )
     if on_cpu:
         return torch.device("cpu")
     accelerator.set_device(local_rank)
@@ -55,6 +63,21 @@ def limit_timeouts(timeout_s: int) -> None:
 
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.set_timeout(timedelta(seconds=timeout_s), group)
+
+
+@contextmanager
+def _taken_port_named() -> Iterator[None]:
+    """Turn the failure to listen on the rendezvous port, as of a second run on this host, into one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT {os.environ.get('MASTER_PORT')}: another program on this host has the port where the ranks "
+            f"are to meet, perhaps another run; choose a free one with the launcher's --master_port (torchrun: "
+            f"--master-port, or --standalone)."
+        ) from error
 
 
 def _spare_shared_memory_op() -> None:
