@@ -223,6 +223,26 @@ class EmaConfig(Section):
     """During the first so many epochs the average is a copy of the weights."""
 
 
+class ParallelConfig(Section):
+    """How a model is divided over ranks; what is left of the ranks is data parallelism."""
+
+    tensor_parallel: Size = 1
+    """Ranks that share each matrix of every layer (Shoeybi et al. 2019); keep them on one host."""
+    sequence_parallel: bool = False
+    """Divide norms, dropout and residuals over the tensor-parallel ranks too, along the sequence (Korthikanti et al.
+    2022): less memory for activations, as many bytes sent."""
+    pipeline_stages: Size = 1
+    """Groups of ranks that each hold some of the layers; micro-batches (gradient_accumulation_steps) pass through."""
+    partition: str | list[Size] = "cost"
+    """How layers are divided into stages: `cost` (estimated time), `parameters`, `uniform`, `time` (measured at the
+    start), `type:REGEX` (equally many layers whose class name fits), or the number of layers of each stage."""
+    recompute_stages: list[CountOrNone] | None = None
+    """Stages whose blocks are recomputed in the backward pass, where `model.activation_checkpointing` is not for all:
+    early stages hold most micro-batches."""
+    ulysses: Size = 1
+    """Ranks that share each sequence, and exchange heads for positions around attention (Jacobs et al. 2023)."""
+
+
 class RunConfig(Section):
     """One run: model, data, length, evaluation, checkpoints, logging. The task decides what model and data hold."""
 
@@ -246,8 +266,8 @@ class RunConfig(Section):
     keep their random values. Any other difference is an error."""
     output: str | None = None
     """Output folder; absent: `runs/<name>-<time>/`."""
-    backend: Literal["auto", "deepspeed", "ddp"] = "auto"
-    """What runs the optimizer steps. `auto`: `ddp` for a model with trained batch normalisation or with at least half
+    backend: Literal["auto", "deepspeed", "pipeline", "ddp"] = "auto"
+    """What runs the optimizer steps. `auto`: `pipeline` with several `parallel.pipeline_stages`, `ddp` for a model with trained batch normalisation or with at least half
     of its parameters in convolutions, else `deepspeed`."""
     sync_batch_norm: Literal["auto", "on", "off"] | bool = "auto"
     """Batch statistics over all ranks. `auto`: on with several ranks and either dense prediction, fewer than 16 images
@@ -259,6 +279,7 @@ class RunConfig(Section):
     engine: dict[str, Any] = {}
     """Keys of the engine JSON that this run needs otherwise; they go over the file of `--ds_config`. An optimizer or
     scheduler with a `type` replaces the file's whole section; null takes a key out."""
+    parallel: ParallelConfig = ParallelConfig()
     schedule: ScheduleConfig | None = None
     parameters: ParametersConfig = ParametersConfig()
     ema: EmaConfig | None = None

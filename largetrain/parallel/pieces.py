@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from largetrain.parallel.shards import Columns
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -23,9 +25,11 @@ class Piece:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start: int
-    """First element of the range in the flattened whole tensor."""
+    """First element of the range in the flattened whole tensor, or in the flattened interval of its columns."""
     values: Tensor
     """1-d, any dtype and device; the live storage, so it has to be copied before the next update."""
+    columns: Columns | None = None
+    """The part of the whole tensor that a tensor-parallel rank holds; None: all of it."""
 
 
 @dataclass
@@ -51,8 +55,10 @@ class Pieces(Protocol):
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements start..stop of the flattened tensor, 1-d on the CPU in the dtype that was written.
+    def read(self, key: str, start: int = 0, stop: int | None = None, columns: Columns | None = None) -> Tensor:
+        """Elements start..stop of the flattened tensor, or of the flattened interval of its columns; 1-d on the CPU.
+
+        In the dtype that was written, whatever columns the ranks had that wrote it.
 
         Raises:
             KeyError: there is no such key.
