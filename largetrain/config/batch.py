@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from largetrain.config.document import Document
+from largetrain.config.layout import Layout
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -20,8 +21,8 @@ class Batch:
     global_batch: int
 
 
-def resolve_batch(engine: Document, world_size: int, world_source: str) -> tuple[Batch | None, list[str], list[str]]:
-    """Complete the triple; absent and "auto" are the same.
+def resolve_batch(engine: Document, layout: Layout, world_source: str) -> tuple[Batch | None, list[str], list[str]]:
+    """Complete the triple; absent and "auto" are the same. Ranks that work on the same samples count once.
 
     The rule for what is not given: accumulation 1; then, without train_batch_size either, micro-batch 1.
 
@@ -30,8 +31,12 @@ def resolve_batch(engine: Document, world_size: int, world_source: str) -> tuple
     """
     given = {key: engine.get((key,)) for key in (TOTAL, MICRO, ACCUMULATION)}
     total, micro, accumulation = (value if isinstance(value, int) else None for value in given.values())
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    triple = _Triple(engine, world_size, f"{ranks} ({world_source})")
+    shares = layout.data
+    ranks = f"{shares} rank{'s' if shares > 1 else ''}"
+    if layout.ranks_per_replica > 1:
+        ranks = f"{shares} data-parallel {ranks.partition(' ')[2]}"
+        world_source = f"{layout.world_size} in all, {layout.ranks_per_replica} for one model; {world_source}"
+    triple = _Triple(engine, layout, f"{ranks} ({world_source})")
     notes: list[str] = []
     if accumulation is None and (total is None or micro is None):
         accumulation = 1
@@ -41,22 +46,22 @@ def resolve_batch(engine: Document, world_size: int, world_source: str) -> tuple
             micro = 1
             notes.append(f"{MICRO} = 1 (neither it nor {TOTAL} is given)")
         assert accumulation is not None
-        total = micro * accumulation * world_size
+        total = micro * accumulation * shares
         notes.append(f"{TOTAL} = {total} ({micro} per rank x {accumulation} accumulation x {ranks})")
     elif micro is None:
         assert accumulation is not None
         if problem := triple.undivided(total, accumulation, ACCUMULATION, MICRO):
             return None, [problem], []
-        micro = total // (accumulation * world_size)
+        micro = total // (accumulation * shares)
         notes.append(f"{MICRO} = {micro} ({total} / ({accumulation} accumulation x {ranks}))")
     elif accumulation is None:
         if problem := triple.undivided(total, micro, MICRO, ACCUMULATION):
             return None, [problem], []
-        accumulation = total // (micro * world_size)
+        accumulation = total // (micro * shares)
         notes.append(f"{ACCUMULATION} = {accumulation} ({total} / ({micro} per rank x {ranks}))")
-    elif total != micro * accumulation * world_size:
+    elif total != micro * accumulation * shares:
         return None, [triple.mismatch(total, micro, accumulation)], []
-    return Batch(world_size, world_size, micro, accumulation, total), [], notes
+    return Batch(layout.world_size, shares, micro, accumulation, total), [], notes
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,12 @@ class _Triple:
     """Words for a triple that does not come out."""
 
     engine: Document
-    world_size: int
+    layout: Layout
     ranks: str
 
     def undivided(self, total: int, factor: int, factor_key: str, derived: str) -> str | None:
         """The problem when `total` is no multiple of factor x ranks; None when it is."""
-        unit = factor * self.world_size
+        unit = factor * self.layout.data
         if total % unit == 0:
             return None
         text = (
@@ -80,12 +85,12 @@ class _Triple:
 
     def mismatch(self, total: int, micro: int, accumulation: int) -> str:
         """The problem of three numbers that disagree, with what would agree."""
-        product = micro * accumulation * self.world_size
+        product = micro * accumulation * self.layout.data
         choices = [f"{TOTAL}: {product}"]
-        if total % (micro * self.world_size) == 0:
-            choices.append(f"{ACCUMULATION}: {total // (micro * self.world_size)}")
-        if total % (accumulation * self.world_size) == 0:
-            choices.append(f"{MICRO}: {total // (accumulation * self.world_size)}")
+        if total % (micro * self.layout.data) == 0:
+            choices.append(f"{ACCUMULATION}: {total // (micro * self.layout.data)}")
+        if total % (accumulation * self.layout.data) == 0:
+            choices.append(f"{MICRO}: {total // (accumulation * self.layout.data)}")
         text = (
             f"{total} is not {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {self.ranks} = {product}. "
             f"Write {' or '.join(choices)}{self._other_ranks(total, micro * accumulation)}; "
@@ -94,7 +99,7 @@ class _Triple:
         return self.engine.problem((TOTAL,), text)
 
     def _other_ranks(self, total: int, factor: int) -> str:
-        fitting = total // factor if total % factor == 0 else None
+        fitting = total // factor * self.layout.ranks_per_replica if total % factor == 0 else None
         return f", or start {fitting} rank{'s' if fitting > 1 else ''}" if fitting else ""
 
 

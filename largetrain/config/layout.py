@@ -1,7 +1,7 @@
 """Which rank does what: pure arithmetic on four axes.
 
 Tensor-parallel ranks are neighbours, since they talk most; then come the ranks that share a sequence, then data, and
-pipeline stages lie farthest apart. That is the order of DeepSpeed's `PipeModelDataParallelTopology` (pipe, data, model).
+pipeline stages lie farthest apart: the order of DeepSpeed's `PipeModelDataParallelTopology` (pipe, data, model).
 """
 
 from dataclasses import dataclass

@@ -16,6 +16,7 @@ from largetrain.config.resolve import resolve
 from largetrain.config.resolved import Resolved
 from largetrain.config.run_engine import lay_over, schedule_over
 from largetrain.config.run_schema import check_run
+from largetrain.config.schema import RunConfig
 from largetrain.config.world import World, launch_world
 from largetrain.errors import ConfigError, on_every_rank
 
@@ -46,7 +47,7 @@ def load(
         config: path of the run YAML; None: the demo run.
         overrides: `KEY=VALUE`, as typed after `--set`.
         flags: dotted run key -> (the flag as typed, its value).
-        world_size: ranks of the run, all data-parallel.
+        world_size: ranks of the run.
         world_size_source: where that number came from, for error messages.
         local_world_size: ranks on this host, for the default number of threads.
 
@@ -68,9 +69,10 @@ def load(
     if problems or run_config is None:
         raise ConfigError(in_file_order(problems))
     engine.data = lint.data
+    built_in_notes = _suit_built_in(engine, run_config) if ds_config is None else []
     world = World(world_size=world_size, local_world_size=local_world_size, source=world_size_source)
     resolved = resolve(engine, run, run_config, world)
-    notes = (*laid_notes, *over.notes, *schedule_notes, *lint.warnings, *resolved.notes)
+    notes = (*laid_notes, *over.notes, *schedule_notes, *built_in_notes, *lint.warnings, *resolved.notes)
     return dataclasses.replace(resolved, notes=notes)
 
 
@@ -91,6 +93,15 @@ def _engine_document(path: str | None) -> Document:
     if path is not None:
         return read_engine_file(path)
     return parse_engine_text(DEFAULT_ENGINE_NAME, DEFAULT_ENGINE.read_text(encoding="utf-8"))
+
+
+def _suit_built_in(engine: Document, run: RunConfig) -> list[str]:
+    """A pipeline goes with ZeRO-1 at most: who names no engine JSON has not asked for the stage of the built-in one."""
+    path = ("zero_optimization", "stage")
+    if run.parallel.pipeline_stages == 1 or not engine.origin(path).startswith(DEFAULT_ENGINE_NAME):
+        return []
+    engine.set(path, 1)
+    return ["zero_optimization.stage = 1 (built-in engine config, with pipeline stages)"]
 
 
 def _read(reader: Callable[[], Document], problems: list[str]) -> Document | None:

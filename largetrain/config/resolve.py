@@ -8,6 +8,7 @@ from largetrain.config.autos import Autos, complete_schedule
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
 from largetrain.config.decoder_spec import DecoderSpec, loss_chunk_tokens, resolve_decoder, target_problems
 from largetrain.config.document import Document
+from largetrain.config.layout_rules import engine_problems, lay_out
 from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
 from largetrain.config.run_rules import backend_problems, expand_home, run_problems
@@ -39,7 +40,12 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     decoder = None
     if isinstance(run, LanguageRun):
         run, decoder = _model(run, run_document, problems, notes)
-    batch, batch_problems, batch_notes = resolve_batch(engine, world.world_size, world.source)
+    layout, layout_problems = lay_out(run, run_document, decoder, world)
+    problems += layout_problems + engine_problems(run, engine)
+    # with a layout that does not come out the triple of plain data parallelism would only confuse
+    batch, batch_problems, batch_notes = (
+        resolve_batch(engine, layout, world.source) if layout is not None else (None, [], [])
+    )
     if batch is not None:
         notes += _scale_learning_rate(engine, run, run_document, batch.global_batch, problems)
     autos = Autos(engine, decoder, own_optimizer_needed=not isinstance(run, LanguageRun))
@@ -56,7 +62,7 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
     else:
         notes.append("backend = auto: the model decides at the start (ddp for a conv net, else deepspeed)")
     problems += backend_problems(run, run_document, backend, world)
-    if problems or batch is None:
+    if problems or batch is None or layout is None:
         raise ConfigError(problems)
     for key, value in ((TOTAL, batch.global_batch), (MICRO, batch.micro_batch)):
         engine.set((key,), value)
@@ -67,13 +73,15 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
         notes.append(f"steps = {DEFAULT_STEPS} (neither steps nor epochs is given)")
     if run.steps is not None:
         notes += complete_schedule(engine.data, run.steps)
-    return Resolved(run, engine.data, batch, run.steps, decoder, tuple(notes), backend, engine)
+    return Resolved(run, engine.data, batch, run.steps, decoder, tuple(notes), backend, engine, layout)
 
 
 def _backend(run: RunConfig, decoder: DecoderSpec | None) -> str | None:
     """The backend as far as it is known without the model; the built-in decoder has neither convolutions nor BN."""
     if run.backend != "auto":
         return run.backend
+    if run.parallel.pipeline_stages > 1:
+        return "pipeline"
     is_decoder = decoder is not None or (isinstance(run, LanguageRun) and run.model.target is None)
     return "deepspeed" if is_decoder else None
 

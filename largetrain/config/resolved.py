@@ -3,13 +3,14 @@
 import copy
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from largetrain.config.autos import complete_schedule
 from largetrain.config.batch import Batch
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.config.document import Document
+from largetrain.config.layout import Layout
 from largetrain.config.schema import RunConfig
 from largetrain.config.settle import settle
 from largetrain.errors import ConfigError
@@ -32,9 +33,11 @@ class Resolved:
     notes: tuple[str, ...]
     """One line for each number that was derived or overridden."""
     backend: str | None = None
-    """"deepspeed" or "ddp"; None while it waits for the model (`backend: auto` on a model that is not the decoder)."""
+    """"deepspeed", "pipeline" or "ddp"; None while it waits for the model (`backend: auto`, and not the decoder)."""
     document: Document | None = None
     """The engine JSON with the places of its keys, for the messages of `with_backend`."""
+    layout: Layout = field(default_factory=lambda: Layout(1))
+    """Which rank does what."""
 
     def with_steps(self, total_steps: int) -> "Resolved":
         """The same run once the number of updates is known; completes the scheduler's autos.
@@ -71,6 +74,7 @@ class Resolved:
             "run": self.run.model_dump(mode="json"),
             "engine": self.engine,
             "batch": dataclasses.asdict(self.batch),
+            "layout": dataclasses.asdict(self.layout),
             "total_steps": self.total_steps,
             "backend": self.backend,
             "decoder": dataclasses.asdict(self.decoder) if self.decoder is not None else None,

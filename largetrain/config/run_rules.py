@@ -9,6 +9,7 @@ from typing import Any
 
 from largetrain.config.decoder_spec import USED_WITH_MODEL_TARGET
 from largetrain.config.document import Document, KeyPath, shown
+from largetrain.config.layout_rules import PIPELINE_KEYS, contradictions
 from largetrain.config.schedule_rules import schedule_problems
 from largetrain.config.schema import LanguageRun, RunConfig
 from largetrain.config.target import find_target
@@ -58,8 +59,8 @@ def run_problems(run: RunConfig, document: Document) -> list[str]:
 
 def backend_problems(run: RunConfig, document: Document, backend: str | None, world: World) -> list[str]:
     """Keys that contradict the backend, as far as it is known (None: the model decides)."""
-    found: list[tuple[KeyPath, str]] = []
-    if backend == "deepspeed" and run.ema is not None:
+    found: list[tuple[KeyPath, str]] = list(contradictions(run, backend))
+    if backend in ("deepspeed", "pipeline") and run.ema is not None:
         found.append((("ema",), "is kept by backend ddp alone; write backend: ddp, or remove it."))
     shared = run.sync_batch_norm_ranks
     if isinstance(shared, int) and world.world_size % shared:
@@ -90,6 +91,8 @@ def used_keys(run: RunConfig) -> dict[str, Any]:
     idle = {("data", key) for key, _ in _unused_data_keys(run, given_only=False)}
     if run.model.target is not None:
         idle |= {("model", key) for key in content["model"] if key not in USED_WITH_MODEL_TARGET}
+    if run.parallel.pipeline_stages == 1:
+        idle |= {("parallel", key) for key in PIPELINE_KEYS}
     for section, key in idle:
         del content[section][key]
     return content

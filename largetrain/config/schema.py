@@ -267,8 +267,8 @@ class RunConfig(Section):
     output: str | None = None
     """Output folder; absent: `runs/<name>-<time>/`."""
     backend: Literal["auto", "deepspeed", "pipeline", "ddp"] = "auto"
-    """What runs the optimizer steps. `auto`: `pipeline` with several `parallel.pipeline_stages`, `ddp` for a model with trained batch normalisation or with at least half
-    of its parameters in convolutions, else `deepspeed`."""
+    """What runs the optimizer steps. `auto`: `pipeline` with several `parallel.pipeline_stages`, `ddp` for a model with
+    trained batch normalisation or with at least half of its parameters in convolutions, else `deepspeed`."""
     sync_batch_norm: Literal["auto", "on", "off"] | bool = "auto"
     """Batch statistics over all ranks. `auto`: on with several ranks and either dense prediction, fewer than 16 images
     per rank, or a batch norm that sees 1x1 maps."""

@@ -119,7 +119,7 @@ def test_what_config_prints_of_an_image_run_can_be_read_back(tmp_path):
 
 def test_config_json_is_what_a_run_saves():
     saved = json.loads(run("config", "--json").stdout)
-    assert set(saved) == {"run", "engine", "batch", "total_steps", "backend", "decoder", "notes"}
+    assert set(saved) == {"run", "engine", "batch", "layout", "total_steps", "backend", "decoder", "notes"}
     assert run("config", "--world-size", "0").returncode == 2
 
 

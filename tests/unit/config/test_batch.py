@@ -4,10 +4,11 @@ import pytest
 
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, Batch, resolve_batch
 from largetrain.config.document import Document
+from largetrain.config.layout import Layout
 
 
 def resolve(ranks: int, **triple):
-    return resolve_batch(Document("f", triple), ranks, f"WORLD_SIZE={ranks}")
+    return resolve_batch(Document("f", triple), Layout(ranks), f"WORLD_SIZE={ranks}")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_resolved_run_or_a_config_error(tmp_path, seed):
     types = [*engine_schema()["x-optimizers"], *engine_schema()["x-schedulers"]]
     ds, run = tmp_path / "ds.json", tmp_path / "run.yaml"
     resolved_count = 0
-    for _ in range(250):
+    for _ in range(320):
         engine = scatter(rng, engine_places, rng.randint(0, 4))
         for section in ("optimizer", "scheduler"):
             held = engine.get(section, {} if rng.random() < 0.3 else None)
