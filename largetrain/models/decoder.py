@@ -13,6 +13,8 @@ Initial weights, as published:
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.models.layers import Head, LearnedPositions, Linear, TokenEmbedding
 from largetrain.models.rotary import rotate
+from largetrain.models.stages import NamedLayer, draw_base_seed, layer_stream
+from largetrain.parallel.axes import Axes
 
 STD = 0.02
 GPT_POSITIONS_STD = 0.01
+ALONE = Axes()
 
 
 def _residual_std(spec: DecoderSpec) -> float:
@@ -118,21 +123,66 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
-class Decoder(nn.Module):
-    """A language model: token ids in, logits or summed loss out."""
+def decoder_layers(spec: DecoderSpec, axes: Axes, base_seed: int) -> list[NamedLayer]:
+    """List the decoder's layers, to be called one after the other, which is what a pipeline cuts.
 
-    def __init__(self, spec: DecoderSpec):
+    The first takes input_ids, all others hidden states [batch, seq_len, hidden]; `head`, the last, also takes labels.
+    With tied embeddings its `build` takes the table, which is the whole of `token_embedding`'s parameters.
+
+    Args:
+        axes: this rank's groups, which decide what part of each layer it holds.
+        base_seed: every layer draws its weights from a stream seeded by this and its place in the list.
+    """
+
+    def positions() -> nn.Module:
+        if spec.style == "gpt":
+            return LearnedPositions(spec.seq_len, spec.hidden, std=GPT_POSITIONS_STD)
+        return nn.Identity()
+
+    def head(tied: Tensor | None = None) -> nn.Module:
+        return Head(spec.vocab_size, spec.hidden, std=STD, chunk_tokens=spec.loss_chunk_tokens, tied=tied)
+
+    builds: dict[str, Callable[..., nn.Module]] = {
+        "token_embedding": lambda: TokenEmbedding(spec.vocab_size, spec.hidden, std=STD),
+        "position_embedding": positions,
+        "dropout": lambda: nn.Dropout(spec.dropout),
+        **{f"blocks.{index}": lambda: Block(spec) for index in range(spec.layers)},
+        "final_norm": lambda: _norm(spec),
+        "head": head,
+    }
+
+    def seeded(index: int, build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def build_seeded(*arguments: Any) -> nn.Module:
+            with layer_stream(base_seed, index):
+                return build(*arguments)
+
+        return build_seeded
+
+    tied_to = "token_embedding" if spec.tie_embeddings else None
+    return [
+        NamedLayer(name, seeded(index, build), tied_to if name == "head" else None)
+        for index, (name, build) in enumerate(builds.items())
+    ]
+
+
+class Decoder(nn.Module):
+    """A language model: token ids in, logits or summed loss out.
+
+    One number is drawn from torch's current generator; it seeds the streams of all layers.
+
+    Args:
+        axes: this rank's groups.
+    """
+
+    def __init__(self, spec: DecoderSpec, axes: Axes = ALONE):
         super().__init__()
         self.spec = spec
-        self.token_embedding = TokenEmbedding(spec.vocab_size, spec.hidden, std=STD)
-        self.position_embedding: nn.Module = nn.Identity()
-        if spec.style == "gpt":
-            self.position_embedding = LearnedPositions(spec.seq_len, spec.hidden, std=GPT_POSITIONS_STD)
-        self.dropout = nn.Dropout(spec.dropout)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
-        self.final_norm = _norm(spec)
-        tied = self.token_embedding.weight if spec.tie_embeddings else None
-        self.head = Head(spec.vocab_size, spec.hidden, std=STD, chunk_tokens=spec.loss_chunk_tokens, tied=tied)
+        for layer in decoder_layers(spec, axes, draw_base_seed()):
+            tied = [] if layer.tied_to is None else [self.get_submodule(layer.tied_to).weight]
+            if layer.name == "blocks.0":
+                self.blocks = nn.ModuleList()  # here, so that parameters are listed in the order of the layers
+            container, _, name = layer.name.rpartition(".")
+            self.get_submodule(container).add_module(name, layer.build(*tied))
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Give the logits, or with labels the loss.
@@ -159,10 +209,6 @@ class Decoder(nn.Module):
         return head(hidden, labels)
 
     def layers(self) -> list[nn.Module]:
-        """List the model as modules to be called one after the other, which is what a pipeline cuts.
-
-        The first takes input_ids, all others hidden states [batch, seq_len, hidden]; the last also takes labels. A
-        tied table is the whole of the first layer's and the last layer's parameters.
-        """
+        """The layers of `decoder_layers`, built."""
         embedding = [self.token_embedding, self.position_embedding, self.dropout]
         return [*embedding, *self.blocks, self.final_norm, self.head]

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from largetrain.models.decoder import Decoder
+from largetrain.models.decoder import Decoder, decoder_layers
 from largetrain.models.rotary import rotate
+from largetrain.models.stages import draw_base_seed
+from largetrain.parallel.axes import Axes
 from tests.unit.models.specs import small_spec
 
 STYLES = ["gpt", "llama"]
@@ -104,6 +106,30 @@ def test_initial_weights_as_published(style):
         samples = weight.numel()
         assert abs(weight.std() / std - 1) < 5 / math.sqrt(2 * samples), name
         assert abs(weight.mean()) < 5 * std / math.sqrt(samples), name
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("tie", [True, False])
+def test_layers_built_alone_and_in_any_order_have_the_weights_of_the_whole_model(style, tie):
+    """So that a pipeline stage builds only its own; parameters are listed in the order of the layers."""
+    spec = small_spec(style, tie_embeddings=tie)
+    torch.manual_seed(5)
+    model = Decoder(spec)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    layers = decoder_layers(spec, Axes(), draw_base_seed())
+    assert torch.equal(torch.get_rng_state(), after)  # one number is all that the construction draws
+    alone = {}
+    for layer in reversed(layers):
+        table = next((other for other in layers if other.name == layer.tied_to), None)
+        built = layer.build() if table is None else layer.build(table.build().weight)
+        alone = {f"{layer.name}.{name}": weight for name, weight in built.state_dict().items()} | alone
+    assert torch.equal(torch.get_rng_state(), after)  # nor does building a layer
+    assert [layer.tied_to for layer in layers] == [None] * (len(layers) - 1) + (["token_embedding"] if tie else [None])
+    whole = model.state_dict()
+    assert list(alone) == list(whole)
+    assert all(torch.equal(alone[name], weight) for name, weight in whole.items())
+    assert not torch.equal(whole["blocks.0.attention.query.weight"], whole["blocks.1.attention.query.weight"])
 
 
 @pytest.mark.parametrize("style", STYLES)
