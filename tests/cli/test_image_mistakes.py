@@ -3,7 +3,7 @@
 import pytest
 
 from largetrain.cli import report
-from largetrain.cli.train import PeerLostError
+from largetrain.cli.failures import PeerLostError
 from tests.cli.test_train_cli import run_command
 from tests.distributed.tiny_images import write_inputs
 from tests.ranks import run_ranks
