@@ -11,8 +11,10 @@ from largetrain.config.world import World
 from largetrain.engine.signals import Stop
 from largetrain.errors import ConfigError, LargetrainError
 
+NOTHING = Stop(0)
 
-def told(error: Exception, *overrides: str, ranks: int = 1, asked: Stop = Stop(0)) -> LargetrainError | None:
+
+def told(error: Exception, *overrides: str, ranks: int = 1, asked: Stop = NOTHING) -> LargetrainError | None:
     return explained(error, load(None, None, overrides, world_size=ranks), World(world_size=ranks), asked)
 
 
