@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from largetrain.config.decoder_spec import DecoderSpec
 from largetrain.models.layers import Head, LearnedPositions, Linear, TokenEmbedding
 from largetrain.models.rotary import rotate
-from largetrain.models.stages import NamedLayer, draw_base_seed, layer_stream
+from largetrain.models.stages import NamedLayer, layer_stream
 from largetrain.parallel.axes import Axes
+from largetrain.parallel.streams import draw_seed
 
 STD = 0.02
 GPT_POSITIONS_STD = 0.01
@@ -177,7 +178,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, axes: Axes = ALONE):
         super().__init__()
         self.spec = spec
-        for layer in decoder_layers(spec, axes, draw_base_seed()):
+        for layer in decoder_layers(spec, axes, draw_seed()):
             tied = [] if layer.tied_to is None else [self.get_submodule(layer.tied_to).weight]
             if layer.name == "blocks.0":
                 self.blocks = nn.ModuleList()  # here, so that parameters are listed in the order of the layers

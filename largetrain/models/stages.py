@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
+
+from largetrain.parallel.streams import stream
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,9 @@ class NamedLayer:
     and gets the same weights."""
 
 
-def draw_base_seed() -> int:
-    """One number from torch's current CPU generator, whatever the current device."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-
-
 @contextmanager
 def layer_stream(base_seed: int, index: int) -> Iterator[None]:
-    """Within it, torch's current generators give the stream of layer `index`; afterwards they go on as if untouched.
-
-    The two numbers are mixed (numpy's SeedSequence): torch's CPU generator looks at 32 bits of its seed only.
-    """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(int(np.random.SeedSequence([base_seed, index]).generate_state(1, np.uint64)[0]) >> 1)
+    """Within it, torch's current generators give the stream of layer `index`; afterwards they go on as if untouched."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    with stream(device, base_seed, index):
         yield

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from largetrain.models.decoder import Decoder, decoder_layers
 from largetrain.models.rotary import rotate
-from largetrain.models.stages import draw_base_seed
 from largetrain.parallel.axes import Axes
+from largetrain.parallel.streams import draw_seed
 from tests.unit.models.specs import small_spec
 
 STYLES = ["gpt", "llama"]
@@ -117,7 +117,7 @@ def test_layers_built_alone_and_in_any_order_have_the_weights_of_the_whole_model
     model = Decoder(spec)
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    layers = decoder_layers(spec, Axes(), draw_base_seed())
+    layers = decoder_layers(spec, Axes(), draw_seed())
     assert torch.equal(torch.get_rng_state(), after)  # one number is all that the construction draws
     alone = {}
     for layer in reversed(layers):
