@@ -22,96 +22,118 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from largetrain.config.decoder_spec import DecoderSpec
-from largetrain.models.layers import Head, LearnedPositions, Linear, TokenEmbedding
+from largetrain.models.layers import (
+    ALONE,
+    Dropout,
+    Head,
+    LearnedPositions,
+    PartLayerNorm,
+    PartRMSNorm,
+    TokenEmbedding,
+)
 from largetrain.models.rotary import rotate
 from largetrain.models.stages import NamedLayer, layer_stream
-from largetrain.parallel.axes import Axes
-from largetrain.parallel.streams import draw_seed
+from largetrain.models.tensor_parallel import ColumnLinear, RowLinear, head_share, key_value_linear
+from largetrain.models.ulysses import HeadExchange
+from largetrain.parallel.axes import Axes, Axis
+from largetrain.parallel.regions import enter
+from largetrain.parallel.streams import draw_seed, own_stream
 
 STD = 0.02
 GPT_POSITIONS_STD = 0.01
-ALONE = Axes()
 
 
 def _residual_std(spec: DecoderSpec) -> float:
     return STD / math.sqrt(2 * spec.layers) if spec.style == "gpt" else STD
 
 
-def _norm(spec: DecoderSpec) -> nn.Module:
+def _norm(spec: DecoderSpec, axes: Axes) -> nn.Module:
+    if axes.sequence_parallel and axes.tensor.size > 1:
+        return (PartLayerNorm if spec.style == "gpt" else PartRMSNorm)(spec.hidden, eps=spec.norm_eps, axes=axes)
     return (nn.LayerNorm if spec.style == "gpt" else nn.RMSNorm)(spec.hidden, eps=spec.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads, and rotary positions in Llama style."""
+    """Causal self-attention with grouped key/value heads, and rotary positions in Llama style.
 
-    def __init__(self, spec: DecoderSpec):
+    Tensor-parallel ranks, and ranks that share a sequence (`models/ulysses`), have some heads of all positions each.
+    """
+
+    def __init__(self, spec: DecoderSpec, axes: Axes):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.axes, self.head_dim = axes, spec.head_dim
+        self.share = head_share(spec.heads, spec.kv_heads, axes.tensor.rank, axes.tensor.size)
+        self.exchange = HeadExchange(spec.heads, spec.kv_heads, axes.sequence)
         self.rope_theta = spec.rope_theta if spec.style == "llama" else None
         self.dropout = spec.dropout
-        bias, kv_width = spec.style == "gpt", spec.kv_heads * spec.head_dim
-        self.query = Linear(spec.hidden, spec.hidden, bias=bias, std=STD)
-        self.key = Linear(spec.hidden, kv_width, bias=bias, std=STD)
-        self.value = Linear(spec.hidden, kv_width, bias=bias, std=STD)
-        self.output = Linear(spec.hidden, spec.hidden, bias=bias, std=_residual_std(spec))
+        part: dict[str, Any] = {"bias": spec.style == "gpt", "std": STD, "axes": axes}
+        self.query = ColumnLinear(spec.hidden, spec.hidden, **part)
+        self.key = key_value_linear(spec.hidden, spec.kv_heads, spec.head_dim, self.share, **part)
+        self.value = key_value_linear(spec.hidden, spec.kv_heads, spec.head_dim, self.share, **part)
+        self.output = RowLinear(spec.hidden, spec.hidden, **{**part, "std": _residual_std(spec)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix positions: x [batch, seq_len, hidden], same shape out."""
-        batch, seq_len, _ = x.shape
-        query = self.query(x).view(batch, seq_len, self.heads, self.head_dim).transpose(1, 2)
-        key = self.key(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
-        value = self.value(x).view(batch, seq_len, self.kv_heads, self.head_dim).transpose(1, 2)
+        """Mix positions: x [batch, seq_len, hidden], same shape out; seq_len is of this rank's part."""
+        x = enter(x, self.axes)
+        query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
+        if not self.share.grouped:
+            key, value = (heads[:, list(self.share.of_query)] for heads in (key, value))
+        query, key, value = self.exchange.to_heads(query, key, value)
         if self.rope_theta is not None:
             query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
-        )
-        return self.output(mixed.transpose(1, 2).reshape(batch, seq_len, self.heads * self.head_dim))
+        dropout = self.dropout if self.training else 0.0
+        with own_stream(self.axes.tensor if dropout > 0 else Axis(), x.device):
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+            )
+        return self.output(self.exchange.to_sequence(mixed).transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """[batch, seq_len, heads x head_dim] -> [batch, heads, seq_len, head_dim]."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class GeluFeedForward(nn.Module):
     """down(gelu(up(x))), with GELU's tanh form as in GPT-2."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, axes: Axes):
         super().__init__()
-        self.up = Linear(spec.hidden, spec.ffn_hidden, bias=True, std=STD)
-        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=True, std=_residual_std(spec))
+        self.axes = axes
+        self.up = ColumnLinear(spec.hidden, spec.ffn_hidden, bias=True, std=STD, axes=axes)
+        self.down = RowLinear(spec.ffn_hidden, spec.hidden, bias=True, std=_residual_std(spec), axes=axes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position: x [..., hidden], same shape out."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.gelu(self.up(enter(x, self.axes)), approximate="tanh"))
 
 
 class SwigluFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, axes: Axes):
         super().__init__()
-        self.gate = Linear(spec.hidden, spec.ffn_hidden, bias=False, std=STD)
-        self.up = Linear(spec.hidden, spec.ffn_hidden, bias=False, std=STD)
-        self.down = Linear(spec.ffn_hidden, spec.hidden, bias=False, std=_residual_std(spec))
+        self.axes = axes
+        self.gate = ColumnLinear(spec.hidden, spec.ffn_hidden, bias=False, std=STD, axes=axes)
+        self.up = ColumnLinear(spec.hidden, spec.ffn_hidden, bias=False, std=STD, axes=axes)
+        self.down = RowLinear(spec.ffn_hidden, spec.hidden, bias=False, std=_residual_std(spec), axes=axes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position: x [..., hidden], same shape out."""
+        x = enter(x, self.axes)
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); recomputed in the backward pass if asked."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, axes: Axes = ALONE):
         super().__init__()
         self.recompute = spec.activation_checkpointing
-        self.attention_norm = _norm(spec)
-        self.attention = Attention(spec)
-        self.feed_forward_norm = _norm(spec)
-        self.feed_forward = SwigluFeedForward(spec) if spec.style == "llama" else GeluFeedForward(spec)
-        self.dropout = nn.Dropout(spec.dropout)
+        self.attention_norm = _norm(spec, axes)
+        self.attention = Attention(spec, axes)
+        self.feed_forward_norm = _norm(spec, axes)
+        self.feed_forward = (SwigluFeedForward if spec.style == "llama" else GeluFeedForward)(spec, axes)
+        self.dropout = Dropout(spec.dropout, axes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply both branches: x [batch, seq_len, hidden], same shape out."""
@@ -137,18 +159,19 @@ def decoder_layers(spec: DecoderSpec, axes: Axes, base_seed: int) -> list[NamedL
 
     def positions() -> nn.Module:
         if spec.style == "gpt":
-            return LearnedPositions(spec.seq_len, spec.hidden, std=GPT_POSITIONS_STD)
+            return LearnedPositions(spec.seq_len, spec.hidden, std=GPT_POSITIONS_STD, axes=axes)
         return nn.Identity()
 
     def head(tied: Tensor | None = None) -> nn.Module:
-        return Head(spec.vocab_size, spec.hidden, std=STD, chunk_tokens=spec.loss_chunk_tokens, tied=tied)
+        chunk = spec.loss_chunk_tokens
+        return Head(spec.vocab_size, spec.hidden, std=STD, chunk_tokens=chunk, tied=tied, axes=axes)
 
     builds: dict[str, Callable[..., nn.Module]] = {
-        "token_embedding": lambda: TokenEmbedding(spec.vocab_size, spec.hidden, std=STD),
+        "token_embedding": lambda: TokenEmbedding(spec.vocab_size, spec.hidden, std=STD, axes=axes),
         "position_embedding": positions,
-        "dropout": lambda: nn.Dropout(spec.dropout),
-        **{f"blocks.{index}": lambda: Block(spec) for index in range(spec.layers)},
-        "final_norm": lambda: _norm(spec),
+        "dropout": lambda: Dropout(spec.dropout, axes),
+        **{f"blocks.{index}": lambda: Block(spec, axes) for index in range(spec.layers)},
+        "final_norm": lambda: _norm(spec, axes),
         "head": head,
     }
 
@@ -177,7 +200,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: DecoderSpec, axes: Axes = ALONE):
         super().__init__()
-        self.spec = spec
+        self.spec, self.sequence_ranks = spec, axes.sequence.size
         for layer in decoder_layers(spec, axes, draw_seed()):
             tied = [] if layer.tied_to is None else [self.get_submodule(layer.tied_to).weight]
             if layer.name == "blocks.0":
@@ -199,10 +222,9 @@ class Decoder(nn.Module):
         Raises:
             ValueError: the sequence is longer than the model's context.
         """
-        if input_ids.shape[1] > self.spec.seq_len:
-            raise ValueError(
-                f"input_ids has {input_ids.shape[1]} tokens per sample, but the context is {self.spec.seq_len}"
-            )
+        tokens = input_ids.shape[1] * self.sequence_ranks
+        if tokens > self.spec.seq_len:
+            raise ValueError(f"input_ids has {tokens} tokens per sample, but the context is {self.spec.seq_len}")
         hidden = input_ids
         *body, head = self.layers()
         for layer in body:

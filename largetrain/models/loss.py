@@ -22,7 +22,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-        loss_sum = torch.zeros((), dtype=_accumulation_dtype(hidden.dtype), device=hidden.device)
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         logits = None
         for start in range(0, hidden.shape[0], chunk_tokens):
             logits = hidden[start : start + chunk_tokens] @ weight.t()
@@ -43,7 +43,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         # Chunks add up in fp32, as they would inside one large product.
         grad_weight = None
         if needs_weight:
-            grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight.dtype))
+            grad_weight = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             logits = kept[0] if kept else hidden[rows] @ weight.t()
@@ -55,13 +55,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which losses of such logits are reduced: fp32, and fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the loss of one chunk: logits [tokens, vocab], labels [tokens]; reduced in fp32."""
-    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=_accumulation_dtype(logits.dtype))
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=accumulation_dtype(logits.dtype))
     valid = labels != IGNORED
     picked = log_probabilities.gather(-1, labels.where(valid, 0).unsqueeze(-1)).squeeze(-1)
     # A choice, not a product with the mask: 0 x inf would make an ignored token's overflow a NaN.
@@ -71,10 +72,18 @@ def _loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def _grad_logits(logits: Tensor, labels: Tensor, grad_loss: Tensor) -> Tensor:
     """Give (softmax - one_hot) x grad_loss of one chunk, zero where ignored, rounded once to the logits' dtype."""
     valid = (labels != IGNORED).unsqueeze(-1)
-    grad = torch.softmax(logits, dim=-1, dtype=_accumulation_dtype(logits.dtype))
+    grad = torch.softmax(logits, dim=-1, dtype=accumulation_dtype(logits.dtype))
     minus_one = torch.full((1, 1), -1.0, dtype=grad.dtype, device=grad.device).expand(grad.shape[0], 1)
     grad.scatter_add_(-1, labels.unsqueeze(-1).where(valid, 0), minus_one)
     return grad.mul_(grad_loss).masked_fill_(~valid, 0.0).to(logits.dtype)
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast would cast them for a product, where it is on: backward runs outside it, so it is settled before."""
+    device_type = tensors[0].device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
+    return tensors
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
@@ -97,10 +106,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match hidden {tuple(hidden.shape)} up to its last dim")
-    device_type = hidden.device.type
-    # Backward runs outside autocast, so the dtype is settled here.
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        hidden, weight = (t.to(torch.get_autocast_dtype(device_type)) for t in (hidden, weight))
+    hidden, weight = in_autocast_dtype(hidden, weight)
     flat = hidden.reshape(-1, hidden.shape[-1])
     loss_sum = _LinearCrossEntropySum.apply(flat, weight, labels.reshape(-1), chunk_tokens)
     return loss_sum, (labels != IGNORED).sum()
@@ -111,7 +117,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-        loss_sum = torch.zeros((), dtype=_accumulation_dtype(logits.dtype), device=logits.device)
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(logits.dtype), device=logits.device)
         for chunk, chunk_labels in zip(logits.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
             loss_sum += _loss_sum(chunk, chunk_labels)
         ctx.chunk_tokens = chunk_tokens

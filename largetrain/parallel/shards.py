@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shard:
         return Columns(self.shape[self.dim] * inner, self.start * inner, (self.start + self.size) * inner)
 
 
-def mark(parameter: nn.Parameter, shard: Shard) -> None:
+def mark(parameter: Tensor, shard: Shard) -> None:
     """Write on a parameter that it is a part of a whole one.
 
     DeepSpeed's two names for the same make it count the part in the gradient norm on every rank; what bears no mark
