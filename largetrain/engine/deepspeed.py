@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from largetrain.config.layout import Layout
 from largetrain.engine import schedules
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.buffers import buffer_pieces, restore_buffers, saved_buffers
@@ -23,17 +24,22 @@ from largetrain.engine.held import (
     own_part,
     restore_optimizer,
     restore_weights,
+    share_of,
     tied_names,
     weight_pieces,
+    whole_shape,
 )
 from largetrain.engine.loss_scale import moving_scale, restore_scale
 from largetrain.engine.modes import evaluation_mode
+from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
-from largetrain.engine.sums import UpdateSums, evaluation_sums
+from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
 from largetrain.engine.zero_state import copy_into_model, frozen_pieces, held_by, owners_of, restore_frozen
-from largetrain.parallel.pieces import Pieces, Snapshot, share_out
+from largetrain.models.ulysses import sequence_batch
+from largetrain.parallel.axes import Axes, Axis, make_axes
+from largetrain.parallel.pieces import Pieces, Snapshot
 from largetrain.tasks.base import Task
 
 
@@ -58,13 +64,37 @@ def offload_of(engine_config: dict[str, Any]) -> dict[str, str]:
     return {kind: device for kind, device in devices.items() if device != "none"}
 
 
-def sharded_construction(engine_config: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Context in which a ZeRO-3 model is born sharded, so that no rank ever holds it whole; else does nothing."""
+def sharded_construction(engine_config: dict[str, Any], axes: Axes | None = None) -> AbstractContextManager[Any]:
+    """Context in which a ZeRO-3 model is born sharded, so that no rank ever holds it whole; else does nothing.
+
+    A collective over all ranks.
+
+    Args:
+        axes: as for `DeepSpeedBackend`.
+    """
     if stage_of(engine_config) != 3:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.Init(config_dict_or_path=engine_config, dtype=dtype_of(engine_config))
+    axes = axes or make_axes(Layout(dist.get_world_size()))
+    unit = unit_for(axes)
+    return deepspeed.zero.Init(
+        config_dict_or_path=with_batch_of(engine_config, axes.replicas),
+        dtype=dtype_of(engine_config),
+        mpu=unit,
+        data_parallel_group=None if unit is None else unit.get_data_parallel_group(),
+    )
+
+
+def with_batch_of(engine_config: dict[str, Any], replicas: Axis) -> dict[str, Any]:
+    """A copy with the train_batch_size that DeepSpeed computes from the other two sizes.
+
+    It takes every rank that reduces gradients for one with samples of its own, also those that share a sequence.
+    """
+    served = deepcopy(engine_config)
+    per_rank = int(served["train_micro_batch_size_per_gpu"]) * int(served["gradient_accumulation_steps"])
+    served["train_batch_size"] = per_rank * replicas.size
+    return served
 
 
 class DeepSpeedBackend:
@@ -77,6 +107,8 @@ class DeepSpeedBackend:
         device: where batches go.
         groups: parameter groups for the optimizer, with a `lr_factor` each; None: all trainable parameters alike.
         factor: update number -> factor on the learning rate, in place of the JSON's scheduler.
+        axes: this rank's groups, those that the model was built for; None: every rank has the whole model and samples
+            of its own.
     """
 
     def __init__(
@@ -87,10 +119,12 @@ class DeepSpeedBackend:
         device: torch.device,
         groups: Groups | None = None,
         factor: Callable[[int], float] | None = None,
+        axes: Axes | None = None,
     ):
         import deepspeed
 
-        served = deepcopy(engine_config)
+        self.axes = axes or make_axes(Layout(dist.get_world_size()))
+        served = with_batch_of(engine_config, self.axes.replicas)
         self.notes = check_optimizer(served, device.type)
         self.dtype, self.stage = dtype_of(served), stage_of(served)
         self.task, self.device = task, device
@@ -112,9 +146,10 @@ class DeepSpeedBackend:
                 optimizer=optimizer,
                 lr_scheduler=None if factor is None else lambda made: FactorSchedule(made, factor),
                 config=served,
+                mpu=unit_for(self.axes),
             )
         if self.stage == 0:
-            skip_infinite_updates(self.optimizer, parameters, clip)
+            skip_infinite_updates(self.optimizer, parameters, clip, self.axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
         self._scale_is_dynamic = self._defer_loss_scale()
@@ -147,10 +182,11 @@ class DeepSpeedBackend:
         """Pull exactly gradient_accumulation_steps items, then update once.
 
         The loss is the sum over valid targets divided by their count over the whole global batch, so every
-        micro-batch weighs by what it holds. DeepSpeed divides by accumulation and by ranks; the factor undoes both.
+        micro-batch weighs by what it holds. DeepSpeed divides by accumulation and by replicas; the factor undoes both.
         """
-        batches = [next(micro_batches) for _ in range(self.accumulation)]
-        sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device)
+        batches = [sequence_batch(next(micro_batches), self.axes.sequence) for _ in range(self.accumulation)]
+        weight = sum(self.task.weight(batch) for batch in batches)
+        sums = UpdateSums(weight, self.device, self.axes.replicas)
         lr, scale = self.lr, self.loss_scale
         for index, batch in enumerate(batches):
             with self._arithmetic():
@@ -180,31 +216,30 @@ class DeepSpeedBackend:
     def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
         """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
         with evaluation_mode(self.engine), torch.no_grad(), self._arithmetic():
-            totals = evaluation_sums(batches, lambda batch: self.task.evaluate(self.engine, self._to_device(batch)))
+            totals = evaluation_sums(batches, self._evaluate_batch, self.axes.replicas)
         return self.task.metrics(totals) if totals else {}
+
+    def _evaluate_batch(self, batch: MicroBatch) -> Sums:
+        return self.task.evaluate(self.engine, self._to_device(sequence_batch(batch, self.axes.sequence)))
 
     def preview(self, batch: MicroBatch) -> Tensor | None:
         """The task's picture of what the model makes of `batch`; called on every rank."""
         with evaluation_mode(self.engine), torch.no_grad(), self._arithmetic():
-            return self.task.preview(self.engine, self._to_device(batch))
+            return self.task.preview(self.engine, self._to_device(sequence_batch(batch, self.axes.sequence)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Weights and buffers by name, tied ones under their first name."""
-        whole = [
-            (name, getattr(parameter, "ds_shape", parameter.shape))
-            for name, parameter in self.engine.module.named_parameters()
-        ]
-        kept = [(name, buffer.shape) for name, buffer in saved_buffers(self.engine.module)]
-        return {name: tuple(shape) for name, shape in whole + kept}
+        whole = [(name, whole_shape(parameter)) for name, parameter in self.engine.module.named_parameters()]
+        return dict(whole) | {name: tuple(buffer.shape) for name, buffer in saved_buffers(self.engine.module)}
 
     def snapshot(self) -> Snapshot:
         """This rank's part of weights, optimizer state and loss scale; collective."""
         held = held_by(self.engine, self.stage)
         owners = owners_of(self.engine, self.stage)
         mine = weight_pieces(held) + optimizer_pieces(held, self._inner)
-        alike, sharded = frozen_pieces(self.engine.module)
-        alike += buffer_pieces(self.engine.module)
-        if self.stage == 0:  # every rank holds everything
+        alike, sharded = frozen_pieces(self.engine.module.named_parameters())
+        alike += buffer_pieces(saved_buffers(self.engine.module))
+        if self.stage == 0:  # every replica holds everything
             alike, mine = mine + alike, []
         bound = layout_bound(owners, self._inner)
         shared = {
@@ -214,9 +249,9 @@ class DeepSpeedBackend:
             "optimizer": optimizer_numbers(owners, self._inner),
             # Muon's momentum follows DeepSpeed's own order of whole matrices
             "layout_bound": bool(bound) or type(self._inner).__name__.lower().startswith("muon"),
-            "tied": tied_names(self.engine.module),
+            "tied": tied_names(self.engine.module.named_parameters(remove_duplicate=False)),
         }
-        pieces = mine + sharded + share_out(alike, dist.get_rank(), dist.get_world_size())
+        pieces = share_of(alike, [*mine, *sharded], self.axes)
         return Snapshot(pieces, shared, {"optimizer": bound} if bound else {})
 
     def restore(self, pieces: Pieces, same_layout: bool) -> None:
@@ -252,8 +287,8 @@ class DeepSpeedBackend:
     def _fill(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
         held = held_by(self.engine, self.stage)
         restore_weights([part for part in held if names is None or part.name in names], pieces)
-        restore_frozen(self.engine.module, pieces, names)
-        restore_buffers(self.engine.module, pieces, names)
+        restore_frozen(self.engine.module.named_parameters(), pieces, names)
+        restore_buffers(saved_buffers(self.engine.module), pieces, names)
 
     @property
     def _inner(self) -> Any:

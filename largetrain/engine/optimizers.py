@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from largetrain.config.engine_schema import optimizer_name
 from largetrain.errors import ConfigError
+from largetrain.parallel.axes import Axes, Axis
+from largetrain.parallel.shards import shard_of
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them."""
@@ -133,7 +136,9 @@ def optimizer_by_name(section: dict[str, Any], groups: Groups, device_type: str)
     return made
 
 
-def skip_infinite_updates(optimizer: Any, parameters: Sequence[nn.Parameter], clip: float) -> None:
+def skip_infinite_updates(
+    optimizer: Any, parameters: Sequence[nn.Parameter], clip: float, axes: Axes | None = None
+) -> None:
     """Make a plain torch optimizer skip updates with non-finite gradients, and clip by global norm.
 
     At fp32 stage 0 DeepSpeed calls the optimizer whatever the gradients hold, and weights go NaN. Its engine
@@ -143,12 +148,16 @@ def skip_infinite_updates(optimizer: Any, parameters: Sequence[nn.Parameter], cl
     Args:
         clip: largest global L2 norm; 0 leaves gradients alone. The coefficient is clip / (norm + 1e-6), as in
             torch.nn.utils.clip_grad_norm_ and DeepSpeed.
+        axes: the groups of ranks that hold one model together, whose parts are one norm and one decision; None: each
+            rank holds all of it.
     """
     update: Callable[[], Any] = optimizer.step
+    counted = [p for p in parameters if axes is None or _counts(p, axes)]
 
     def step(closure: None = None) -> None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None])
+        if axes is not None and axes.model.size > 1:
+            norm = _norm_of_parts(norm.to(parameters[0].device), axes.model)
         optimizer._global_grad_norm = norm
         optimizer.overflow = not bool(torch.isfinite(norm))
         if optimizer.overflow:
@@ -158,3 +167,17 @@ def skip_infinite_updates(optimizer: Any, parameters: Sequence[nn.Parameter], cl
         update()
 
     optimizer.step = step
+
+
+def _counts(parameter: nn.Parameter, axes: Axes) -> bool:
+    """Whether this rank counts it in the norm: its own parts, and what several ranks hold alike on the first alone."""
+    if getattr(parameter, "ds_pipe_replicated", False):  # DeepSpeed's mark of a tied copy that another stage counts
+        return False
+    return shard_of(parameter) is not None or axes.tensor.rank == 0
+
+
+def _norm_of_parts(norm: Tensor, axis: Axis) -> Tensor:
+    """L2 norm of what all ranks of the axis have together; not finite on all of them if it is on one."""
+    total = norm.double().square()
+    dist.all_reduce(total, group=axis.group)
+    return total.sqrt().to(norm.dtype)

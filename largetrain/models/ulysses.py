@@ -5,6 +5,8 @@ Every rank needs whole key/value heads of its own: where theirs do not divide ov
 whose query heads look at them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,17 @@ class HeadExchange:
             return mixed
         parts = mixed.unflatten(2, (self.axis.size, -1)).movedim(2, 0)
         return exchange(parts, self.axis).movedim(0, 1).flatten(1, 2)
+
+
+TOKENS = ("input_ids", "labels")
+"""What of a batch is divided over the ranks that share its sequences."""
+
+
+def sequence_batch(batch: dict[str, Any], axis: Axis) -> dict[str, Any]:
+    """The same batch with this rank's part of each sequence."""
+    if axis.size == 1:
+        return batch
+    return {key: sequence_part(value, axis) if key in TOKENS else value for key, value in batch.items()}
 
 
 def sequence_part(tensor: Tensor, axis: Axis) -> Tensor:
