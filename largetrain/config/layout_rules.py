@@ -137,8 +137,13 @@ def _other_models(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield "ulysses", "divides the attention of the built-in decoder only; remove it, or model.target."
     if wanted.sequence_parallel:
         yield "sequence_parallel", "divides the layers of the built-in decoder only; remove it, or model.target."
-    if wanted.tensor_parallel > 1:
-        yield "tensor_parallel", "divides the matrices of the built-in decoder only; write pipeline_stages instead."
+    if wanted.tensor_parallel == 1:
+        return
+    if not isinstance(run, LanguageRun):
+        yield "tensor_parallel", "divides the matrices of language models only; write pipeline_stages instead."
+    elif wanted.pipeline_stages > 1:
+        text = "divides a model.target by a plan that knows nothing of pipeline stages; write 1 for one of the two."
+        yield "tensor_parallel", text
 
 
 def _tensor(wanted: ParallelConfig, spec: DecoderSpec) -> Iterator[tuple[str, str]]:

@@ -100,7 +100,11 @@ REFUSED = {
         (2, "parallel.tensor_parallel=2", "model.heads=4", "optimizer.type=Lamb"),
         ("Lamb needs whole matrices", "AdamW"),
     ),
-    "images": ((2, "task=classification", "parallel.tensor_parallel=2"), ("built-in decoder only", "pipeline_stages")),
+    "target in stages": (
+        (4, "parallel.tensor_parallel=2", "parallel.pipeline_stages=2", "model.target=torch.nn:Identity"),
+        ("knows nothing of pipeline stages", "write 1"),
+    ),
+    "images": ((2, "task=classification", "parallel.tensor_parallel=2"), ("language models only", "pipeline_stages")),
 }
 
 
