@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from largetrain.compose.model import Say, make_model, make_task, treat_batch_norms
+from largetrain.config.layout import Layout
 from largetrain.config.resolved import Resolved
 from largetrain.config.schedule_rules import updates_of
 from largetrain.config.vision_schema import ClassificationRun, SegmentationRun
@@ -17,6 +18,7 @@ from largetrain.engine.ema import Ema
 from largetrain.errors import ConfigError, on_every_rank
 from largetrain.optim.groups import groups_report, parameter_groups
 from largetrain.optim.schedules import schedule_factor
+from largetrain.parallel.axes import Axes
 from largetrain.train.state import seed_rank
 
 AnyBackend = DdpBackend | DeepSpeedBackend
@@ -24,7 +26,7 @@ AnyBackend = DdpBackend | DeepSpeedBackend
 
 @on_every_rank()
 def make_backend(
-    resolved: Resolved, data: DataBundle, device: torch.device, local_world_size: int, say: Say
+    resolved: Resolved, data: DataBundle, device: torch.device, axes: Axes, local_world_size: int, say: Say
 ) -> tuple[AnyBackend, Resolved]:
     """Model and engine; weights come from the run's seed on every rank, dropout from a stream of the rank's own.
 
@@ -34,7 +36,7 @@ def make_backend(
     Raises:
         ConfigError: model, data and engine JSON do not fit together; the same on all ranks.
     """
-    model, resolved = make_model(resolved, data.info, say)
+    model, resolved = make_model(resolved, data.info, axes, say)
     run = resolved.run
     treat_batch_norms(model, resolved, _images_shape(run), local_world_size, say)
     task = make_task(resolved, data.info)
@@ -64,9 +66,14 @@ def make_backend(
         )
     else:
         _check_vision_keys(run)
-        backend = DeepSpeedBackend(model, task, resolved.engine, device, groups, factor)
-    seed_rank(run.seed, dist.get_rank())
+        backend = DeepSpeedBackend(model, task, resolved.engine, device, groups, factor, axes)
+    seed_rank(run.seed, dropout_stream(resolved.layout, dist.get_rank()))
     return backend, resolved
+
+
+def dropout_stream(layout: Layout, rank: int) -> int:
+    """Which stream of random numbers a rank draws dropout from: tensor ranks share one, all others have their own."""
+    return rank // layout.tensor
 
 
 def _check_vision_keys(run: Any) -> None:

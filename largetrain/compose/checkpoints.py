@@ -12,12 +12,13 @@ from largetrain.callbacks.periodic import is_due
 from largetrain.checkpoint.reader import open_checkpoint
 from largetrain.checkpoint.resume import Start, same_layout
 from largetrain.checkpoint.weights import match_report, weights_from
-from largetrain.compose.backend import AnyBackend
+from largetrain.compose.backend import AnyBackend, dropout_stream
 from largetrain.compose.model import Say
 from largetrain.compose.watching import every_steps
 from largetrain.config.ddp_keys import precision_of_ddp
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
+from largetrain.config.schema import ParallelConfig
 from largetrain.data.build import DataBundle
 from largetrain.engine.deepspeed import dtype_of, offload_of, stage_of
 from largetrain.engine.held import OPTIMIZER
@@ -34,6 +35,11 @@ GROUPING = ("lr_factors", "norm_weight_decay", "bias_weight_decay")
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # tensors of the size of the weights that an optimizer keeps, where they are not Adam's two
 MOMENTS = {"sgd": 1, "lion": 1, "adagrad": 1, "muon": 1, "adafactor": 0, "rprop": 2, "rmsprop": 1}
+
+
+# of the parallel section: what decides where tensors lie, and which of it decides who draws which random numbers
+DEGREES = ("tensor_parallel", "pipeline_stages", "sequence_parallel", "ulysses", "partition")
+STREAMS = DEGREES[:4]
 
 
 class AlreadyComplete(LargetrainError):
@@ -61,11 +67,13 @@ def take_up(
     pieces = open_checkpoint(start.checkpoint)
     backend.restore(pieces, same_layout(start, facts))
     assert start.saved is not None
-    if start.saved["world_size"] == world.world_size:
+    alone = ParallelConfig().model_dump()  # what checkpoints from before there was such a section say nothing of
+    same = all(start.saved.get(key, alone[key]) == facts[key] for key in STREAMS)
+    if same and start.saved["world_size"] == world.world_size:
         restore_random_state(pieces.own(world.rank)["random"], device)
     else:
         say("resume: every rank begins a new stream of random numbers (dropout), there are others now")
-        seed_rank(run.seed, world.rank, start.saved["state"]["step"])
+        seed_rank(run.seed, dropout_stream(resolved.layout, world.rank), start.saved["state"]["step"])
 
 
 def check_within_reach(resolved: Resolved) -> None:
@@ -113,6 +121,7 @@ def facts_of(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
     return {
         "backend": resolved.backend,
         "world_size": dist.get_world_size(),
+        **{key: resolved.run.parallel.model_dump()[key] for key in DEGREES},
         "zero_stage": 0 if on_ddp else stage_of(engine),
         "offload": {} if on_ddp else offload_of(engine),
         "dtype": dtype,

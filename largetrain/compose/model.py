@@ -15,6 +15,7 @@ from largetrain.engine import deepspeed as deepspeed_backend
 from largetrain.errors import ConfigError
 from largetrain.models.batch_norm import LayerCounts, batch_norm_report, batch_norm_sites, count_layers, wants_sync
 from largetrain.models.build import build_model
+from largetrain.parallel.axes import Axes
 from largetrain.parallel.groups import batch_norm_group
 from largetrain.tasks.base import Task
 from largetrain.tasks.classification import Classification
@@ -61,7 +62,7 @@ def make_task(resolved: Resolved, info: DataInfo) -> Task:
     return LanguageModeling(run.model.loss_chunk_tokens, info.bytes_per_token)
 
 
-def make_model(resolved: Resolved, info: DataInfo, say: Say) -> tuple[nn.Module, Resolved]:
+def make_model(resolved: Resolved, info: DataInfo, axes: Axes, say: Say) -> tuple[nn.Module, Resolved]:
     """Build the model and settle what runs it; weights come from the run's seed on every rank.
 
     Returns:
@@ -74,14 +75,14 @@ def make_model(resolved: Resolved, info: DataInfo, say: Say) -> tuple[nn.Module,
     def construct() -> nn.Module:
         torch.manual_seed(resolved.run.seed)
         if isinstance(resolved.run, LanguageRun):
-            return build_model(resolved)
+            return build_model(resolved, axes)
         from largetrain.models.vision import build_vision_model  # here: a run on text does not import torchvision
 
         assert isinstance(resolved.run, ClassificationRun | SegmentationRun)
         return build_vision_model(resolved.run, num_classes(resolved, info), say)
 
     if resolved.decoder is not None and resolved.backend == "deepspeed":
-        with deepspeed_backend.sharded_construction(resolved.engine):
+        with deepspeed_backend.sharded_construction(resolved.engine, axes):
             return construct(), resolved
     model = construct()
     counts = count_layers(model)
@@ -92,7 +93,7 @@ def make_model(resolved: Resolved, info: DataInfo, say: Say) -> tuple[nn.Module,
     # torchvision's models set weights of their parts from outside, which are empty by then where they are born sharded
     if sharded and isinstance(resolved.run, LanguageRun):
         del model
-        with deepspeed_backend.sharded_construction(resolved.engine):
+        with deepspeed_backend.sharded_construction(resolved.engine, axes):
             model = construct()
     return model, resolved
 

@@ -1,6 +1,7 @@
 """The whole run: data, backend, loop, callbacks; and an evaluation without a loop."""
 
 import json
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from largetrain.compose.checkpoints import (
     take_up,
 )
 from largetrain.compose.model import Say
+from largetrain.compose.placement import placement_report
 from largetrain.compose.watching import evaluation_of, every_steps, make_best, make_evaluation, make_recorder
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
@@ -37,6 +39,7 @@ from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.signals import StopRequests, time_limit
 from largetrain.errors import ConfigError
 from largetrain.parallel.agreement import StepAgreement
+from largetrain.parallel.axes import Axes, make_axes
 from largetrain.parallel.pieces import Snapshot
 from largetrain.train.state import random_state
 from largetrain.train.trainer import Trainer
@@ -73,13 +76,16 @@ def build(
     """
     run = resolved.run
     device = _join(resolved, world, verbose)
+    axes = make_axes(resolved.layout)
+    place = resolved.layout.place(world.rank)
     start = decide_start(run.name, run.output, resume)  # before the data, which may take long to prepare
     data, resolved = _data(resolved, world, say)
     # what may refuse a checkpoint comes before the model, as far as it is known without it
     owed = owes_evaluation(start, resolved, data)
     state = starting_state(start, data.info.total_steps, run.guard.max_skipped_in_a_row, owed)
     _announce(resolved, data, start.messages, start.output, say)
-    backend, resolved = _backend(resolved, data, device, world, say)
+    _announce_places(resolved, say)
+    backend, resolved = _backend(resolved, data, device, axes, world, say)
     facts = facts_of(resolved, data)
     for line in check_fit(start, facts):
         say(line)
@@ -138,7 +144,7 @@ def build(
         data.train,
         data.order,
         resolved.batch,
-        world.rank,
+        place.data,
         consumed_samples=state.consumed_samples,
         workers=run.data.workers,
         updates=data.info.total_steps - state.step,
@@ -165,13 +171,14 @@ def evaluate(resolved: Resolved, world: World, *, resume: str | None, verbose: b
             on_all_ranks=True,
         )
     device = _join(resolved, world, verbose)
+    axes = make_axes(resolved.layout)
     start = decide_start(run.name, run.output, resume, writes=False)
     data, resolved = _data(resolved, world, say)
     if data.validation is None:
         raise ConfigError(
             "--evaluate: the data have no validation split; name one (data.validation)", on_all_ranks=True
         )
-    backend, resolved = _backend(resolved, data, device, world, say)
+    backend, resolved = _backend(resolved, data, device, axes, world, say)
     if start.checkpoint is not None:
         check_fit(start, facts_of(resolved, data), SAME_WEIGHTS)
         say(f"evaluating {start.checkpoint}")
@@ -204,10 +211,10 @@ def _data(resolved: Resolved, world: World, say: Say) -> tuple[DataBundle, Resol
 
 
 def _backend(
-    resolved: Resolved, data: DataBundle, device: torch.device, world: World, say: Say
+    resolved: Resolved, data: DataBundle, device: torch.device, axes: Axes, world: World, say: Say
 ) -> tuple[AnyBackend, Resolved]:
     known = len(resolved.notes)
-    backend, resolved = make_backend(resolved, data, device, world.local_world_size, say)
+    backend, resolved = make_backend(resolved, data, device, axes, world.local_world_size, say)
     limit_timeouts(resolved.run.runtime.timeout_s)
     for note in (*resolved.notes[known:], *backend.notes):
         say(f"note: {note}")
@@ -232,6 +239,15 @@ def _agree_on_data(data: DataBundle) -> None:
             f"whole dataset, which is then shared out",
             on_all_ranks=True,
         )
+
+
+def _announce_places(resolved: Resolved, say: Say) -> None:
+    if resolved.layout.ranks_per_replica == 1:
+        return
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, platform.node())
+    for line in placement_report(resolved.layout, hosts):
+        say(line)
 
 
 def _announce(resolved: Resolved, data: DataBundle, messages: Sequence[str], output: Path, say: Say) -> None:

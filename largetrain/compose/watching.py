@@ -58,8 +58,8 @@ def evaluation_of(resolved: Resolved, data: DataBundle, world: World) -> Callabl
         return evaluation_batches(
             data.validation,
             resolved.batch.micro_batch,
-            world.world_size,
-            world.rank,
+            resolved.layout.data,
+            resolved.layout.place(world.rank).data,
             max_samples=resolved.run.evaluation.max_samples,
             workers=resolved.run.data.workers,
         )

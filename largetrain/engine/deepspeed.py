@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from largetrain.config.layout import Layout
 from largetrain.engine import schedules
+from largetrain.engine.auto_tensor import AutoTensor, needs_auto_tensor
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.buffers import buffer_pieces, restore_buffers, saved_buffers
 from largetrain.engine.half_on_cpu import half_arithmetic
@@ -134,6 +135,9 @@ class DeepSpeedBackend:
         several = groups is not None and len(groups) > 1
         trained: Any = groups if several else parameters
         clip = float(served["gradient_clipping"])
+        divided = AutoTensor(model, self.axes.tensor) if needs_auto_tensor(model, self.axes.tensor) else None
+        if divided is not None:
+            served["tensor_parallel"] = divided.section
         if self.stage == 0:
             served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
         with spared_compiler_imports(served):
@@ -148,6 +152,8 @@ class DeepSpeedBackend:
                 config=served,
                 mpu=unit_for(self.axes),
             )
+        if divided is not None:
+            self.notes.append(f"parallel.tensor_parallel: {divided.mark_shards(model)} matrices divided by their plan")
         if self.stage == 0:
             skip_infinite_updates(self.optimizer, parameters, clip, self.axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)

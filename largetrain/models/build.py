@@ -21,6 +21,7 @@ from largetrain.config.target import check_arguments, load_target
 from largetrain.errors import ConfigError
 from largetrain.models.decoder import Decoder
 from largetrain.models.loss import token_loss
+from largetrain.parallel.axes import Axes
 
 
 class ModelChoice(Protocol):
@@ -33,8 +34,11 @@ class ModelChoice(Protocol):
     def decoder(self) -> DecoderSpec | None: ...
 
 
-def build_model(resolved: ModelChoice) -> nn.Module:
+def build_model(resolved: ModelChoice, axes: Axes | None = None) -> nn.Module:
     """Build the run's model on torch's current device; initial weights come from torch's current generator.
+
+    Args:
+        axes: this rank among those that share the built-in decoder's layers; None: it has them whole.
 
     Raises:
         ConfigError: `model.target` or its arguments do not give a model of the kind described above.
@@ -42,7 +46,7 @@ def build_model(resolved: ModelChoice) -> nn.Module:
     if resolved.run.model.target is not None:
         return _build_target(resolved.run.model, resolved.run.model.target)
     assert resolved.decoder is not None, "a run without a target has a decoder"
-    return Decoder(resolved.decoder)
+    return Decoder(resolved.decoder, axes or Axes())
 
 
 def _build_target(model: ModelBase, path: str) -> nn.Module:
