@@ -5,6 +5,7 @@ needed is faster, and a file that is cut short meanwhile is an error instead of 
 """
 
 import json
+import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from largetrain.checkpoint.manifest import damaged, first_line, parsed_json, regular_size
+from largetrain.parallel.columns import Columns
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 PLACE = "@"  # between the key of a partial tensor and where the piece starts
+# "10": from element 10 of the flattened tensor; "10[4:8/16]": from element 10 of its flattened columns 4 to 8 of 16
+START = re.compile(r"(\d{1,19})(?:\[(\d{1,19}):(\d{1,19})/(\d{1,19})\])?", re.ASCII)
 LARGEST_HEADER_BYTES = 100_000_000  # as in the library
 LARGEST_DIM = 2**48
 ALIGNMENT = 4096
@@ -31,11 +35,20 @@ class Stored:
     dtype: str
     """As safetensors calls it."""
     start: int
-    """First element of the piece in the flattened whole tensor."""
+    """First element of the piece in the flattened whole tensor, or in its flattened columns."""
     count: int
     """Elements of the piece."""
     offset: int
     """Of its first byte in the file."""
+    columns: Columns | None = None
+    """Some columns of at least two rows; None: the piece is a range of the whole tensor."""
+
+    @property
+    def name(self) -> str:
+        """In the header of its file."""
+        if self.columns is not None:
+            return f"{self.key}{PLACE}{self.start}[{self.columns.first}:{self.columns.last}/{self.columns.width}]"
+        return self.key if self.count == prod(self.shape) else f"{self.key}{PLACE}{self.start}"
 
 
 def header(pieces: list[Stored]) -> bytes:
@@ -48,8 +61,7 @@ def header(pieces: list[Stored]) -> bytes:
     partial: dict[str, list[int]] = {}
     offset = 0
     for piece in pieces:
-        whole = piece.count == prod(piece.shape)
-        name = piece.key if whole else f"{piece.key}{PLACE}{piece.start}"
+        name, whole = piece.name, piece.name == piece.key
         if name in entries:
             raise ValueError(f"{name} is there twice")
         if not whole:
@@ -121,7 +133,20 @@ def _stored(
         raise damaged(path, f"does not say where {name[:80]!r} is ({first_line(error)})") from error
     if not right:
         raise damaged(path, f"says that {name[:80]!r} is where it cannot be")
-    key, _, start = name.rpartition(PLACE)
-    if key not in shapes or len(shape) != 1 or not (start.isascii() and start.isdecimal() and len(start) < 20):
+    key, _, place = name.rpartition(PLACE)
+    found = START.fullmatch(place)
+    if key not in shapes or len(shape) != 1 or found is None:
         return Stored(name, shape, dtype, 0, prod(shape), begin + first)
-    return Stored(key, shapes[key], dtype, int(start), shape[0], begin + first)
+    columns = None if found[2] is None else _columns(path, name, shapes[key], found, shape[0])
+    return Stored(key, shapes[key], dtype, int(found[1]), shape[0], begin + first, columns)
+
+
+def _columns(path: Path, name: str, shape: tuple[int, ...], found: re.Match[str], count: int) -> Columns:
+    """The columns that an entry of `count` elements is of, checked: some of those of a slice along one dim."""
+    start, first, last, width = (int(number) for number in found.groups())
+    columns = Columns(width, first, last)
+    widths = {prod(shape[dim:]) for dim in range(1, len(shape))}
+    right = 0 <= first < last <= width and width in widths and columns.count < width < prod(shape)
+    if not right or start + count > columns.numel(shape):
+        raise damaged(path, f"gives {name[:80]!r} columns that a tensor of shape {list(shape)} has not")
+    return columns

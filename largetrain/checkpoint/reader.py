@@ -1,10 +1,10 @@
 """Reading checkpoints in whatever ranges are asked for, from whichever ranks' files hold them."""
 
-import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,14 +12,17 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from largetrain.checkpoint.coverage import fault_in, rectangles_of
 from largetrain.checkpoint.header import ITEM_BYTES, Stored, read_header
 from largetrain.checkpoint.manifest import PIECES_NAME, Manifest, damaged, first_line, own_name, read_manifest
+from largetrain.checkpoint.regions import CHUNK_BYTES, Region, copies_of, region_of
 from largetrain.checkpoint.staging import DTYPES
 from largetrain.checkpoint.verify import facts_of, problem_of
 from largetrain.errors import CheckpointError
+from largetrain.parallel.columns import Columns, plainly, rectangles
+from largetrain.parallel.pieces import columns_of
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-CHUNK_BYTES = 4 << 20
 THREADS = 4
 MOST_OPEN = 64  # files at a time: a process may have a thousand
 
@@ -31,6 +34,8 @@ class _Tensor:
     shape: tuple[int, ...]
     dtype: str
     sources: list[tuple[Stored, str]]
+    width: int | None = None
+    """Of the columns of those pieces that are of some columns; None: there are none."""
 
 
 def open_checkpoint(folder: Path) -> "CheckpointReader":
@@ -83,29 +88,70 @@ class CheckpointReader:
         """As it was written."""
         return TORCH_DTYPES[self._tensors[key].dtype]
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements start..stop of the flattened tensor, 1-d on the CPU, as they were written.
+    def read(self, key: str, start: int = 0, stop: int | None = None, columns: Columns | None = None) -> Tensor:
+        """Elements start..stop of the flattened tensor, or of its flattened columns; 1-d on the CPU, as written.
 
         Raises:
             KeyError: there is no such key.
             CheckpointError: a file cannot be read; named.
         """
         tensor = self._tensors[key]
-        size = prod(tensor.shape)
+        size = prod(tensor.shape) if columns is None else columns.numel(tensor.shape)
         stop = size if stop is None else stop
-        assert 0 <= start <= stop <= size, (key, start, stop, tensor.shape)
-        values = torch.empty(stop - start, dtype=TORCH_DTYPES[tensor.dtype])
-        target = values.view(torch.uint8).numpy().data
-        item = ITEM_BYTES[tensor.dtype]
+        assert 0 <= start <= stop <= size, (key, start, stop, columns, tensor.shape)
+        count = stop - start
+        start, columns = plainly(tensor.shape, start, columns)
+        stop = start + count
+        if columns is not None and tensor.width not in (None, columns.width):  # cut along another dim
+            return _in_bands(lambda low, high: self.read(key, low, high), columns, start, stop, tensor.dtype)
+        values = torch.empty(count, dtype=TORCH_DTYPES[tensor.dtype])
+        if columns is None and tensor.width is None:
+            self._read_line(values, tensor, start, stop)
+        elif count:
+            self._read_grid(values, tensor, start, stop, columns)
+        return values
+
+    def _read_line(self, values: Tensor, tensor: _Tensor, start: int, stop: int) -> None:
+        """A range of a tensor that lies in ranges."""
         first = bisect_right(tensor.sources, start, key=lambda source: source[0].start) - 1
         for piece, file in tensor.sources[max(0, first) :]:
             begin, end = max(start, piece.start), min(stop, piece.start + piece.count)
             if begin < end:
-                place = target[(begin - start) * item : (end - start) * item]
-                self._read_into(place, file, piece.offset + (begin - piece.start) * item)
+                shared = Region(1, end - begin, begin - piece.start, end - begin, begin - start, end - begin)
+                self._read_regions(values, [shared], piece, file)
             if end == stop:
                 break
-        return values
+
+    def _read_grid(self, values: Tensor, tensor: _Tensor, start: int, stop: int, columns: Columns | None) -> None:
+        """Where columns are asked for, or stored, or both."""
+        width = tensor.width if columns is None else columns.width
+        assert width is not None
+        left, right = (0, width) if columns is None else (columns.first, columns.last)
+        wanted = rectangles(start, stop, left, right)
+        for piece, file in tensor.sources:
+            parts = rectangles_of(piece, width)
+            if regions := [found for part in parts for each in wanted if (found := region_of(part, each))]:
+                self._read_regions(values, regions, piece, file)
+
+    def _read_regions(self, values: Tensor, regions: list[Region], piece: Stored, file: str) -> None:
+        """Bring parts of a piece to their places; several at a time.
+
+        New memory is slow to touch, and a network's file system slow to answer.
+        """
+        path = self.folder / file
+        try:
+            descriptor = self._opened(file).fileno()
+            copies = [copy for region in regions for copy in copies_of(region, values, piece.offset)]
+            if len(copies) == 1 or values.nbytes <= CHUNK_BYTES:
+                for copy in copies:
+                    copy(descriptor)
+                return
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda copy: copy(descriptor), copies))
+        except EOFError as error:
+            raise damaged(path, "is shorter than it was written") from error
+        except OSError as error:
+            raise damaged(path, f"cannot be read ({error.strerror})") from error
 
     def own(self, rank: int) -> dict[str, Any]:
         """What rank `rank` wrote for itself; empty when there was no such rank. Nothing but tensors and plain types.
@@ -124,27 +170,6 @@ class CheckpointReader:
             raise damaged(self.folder / name, "is not what was written (no table)")
         return own
 
-    def _read_into(self, place: memoryview, file: str, offset: int) -> None:
-        path = self.folder / file
-
-        def read(begin: int) -> None:
-            rest, position = place[begin : begin + CHUNK_BYTES], offset + begin
-            while rest:
-                count = os.preadv(opened.fileno(), [rest], position)
-                if not count:
-                    raise damaged(path, "is shorter than it was written")
-                rest, position = rest[count:], position + count
-
-        try:
-            opened = self._opened(file)
-            if len(place) <= CHUNK_BYTES:
-                read(0)
-            else:  # new memory is slow to touch, and a network's file system slow to answer: several at a time
-                with ThreadPoolExecutor(THREADS) as pool:
-                    list(pool.map(read, range(0, len(place), CHUNK_BYTES)))
-        except OSError as error:
-            raise damaged(path, f"cannot be read ({error.strerror})") from error
-
     def _opened(self, file: str) -> BinaryIO:
         if file not in self._open:
             if len(self._open) >= MOST_OPEN:
@@ -159,17 +184,21 @@ class CheckpointReader:
             tensor = self._tensors.setdefault(piece.key, _Tensor(piece.shape, piece.dtype, []))
             if (tensor.shape, tensor.dtype) != (piece.shape, piece.dtype):
                 raise damaged(path, f"and other files disagree on shape or type of {piece.key[:80]!r}")
+            if piece.columns is not None:
+                if tensor.width not in (None, piece.columns.width):
+                    raise damaged(path, f"and other files disagree on how {piece.key[:80]!r} is cut")
+                tensor.width = piece.columns.width
             tensor.sources.append((piece, file))
 
     def _check(self, key: str, tensor: _Tensor) -> None:
-        """See that the pieces of a tensor lie one after another, from its start to its end."""
+        """See that the pieces of a tensor cover it once."""
         tensor.sources.sort(key=lambda source: source[0].start)
-        end = 0
-        for piece, file in tensor.sources:
-            if piece.start != end:
-                what = "is missing between this file and" if piece.start > end else "is there twice, in this file and"
-                raise damaged(self.folder / file, f"does not fit: a part of {key[:80]!r} {what} others")
-            end += piece.count
-        if end != prod(tensor.shape):
-            last = self.folder / tensor.sources[-1][1]
-            raise damaged(last, f"and others hold {end} elements of {key[:80]!r}, which has {prod(tensor.shape)}")
+        if found := fault_in(key, tensor.shape, tensor.width, tensor.sources):
+            raise damaged(self.folder / found[0], found[1])
+
+
+def _in_bands(read: Callable[[int, int], Tensor], columns: Columns, start: int, stop: int, dtype: str) -> Tensor:
+    """Columns out of whole rows, a few MiB of these at once."""
+    band = max(1, CHUNK_BYTES // (columns.width * ITEM_BYTES[dtype])) * columns.count
+    cuts = [start, *range((start // band + 1) * band, stop, band), stop]
+    return torch.cat([columns_of(read, columns, low, high) for low, high in pairwise(cuts)])

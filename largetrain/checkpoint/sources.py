@@ -12,6 +12,8 @@ from torch import Tensor
 
 from largetrain.errors import ConfigError
 from largetrain.models.state_dicts import prefix_of, some
+from largetrain.parallel.columns import Columns
+from largetrain.parallel.pieces import columns_of
 
 MODEL, EMA = "model/", "ema/"
 INDEX_ENDING = ".safetensors.index.json"
@@ -25,6 +27,8 @@ class Entry:
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
     """Elements start..stop of the flattened tensor, 1-d, on the CPU, of `dtype`."""
+    read_columns: Callable[[int, int, Columns], Tensor] | None = None
+    """The same of its flattened columns; None: they are taken out of whole rows."""
 
     @property
     def count(self) -> int:
@@ -60,10 +64,15 @@ class Source:
         """What `read` gives."""
         return self.entries[key].dtype
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements start..stop of the flattened tensor."""
+    def read(self, key: str, start: int = 0, stop: int | None = None, columns: Columns | None = None) -> Tensor:
+        """Elements start..stop of the flattened tensor, or of its flattened columns."""
         entry = self.entries[key]
-        return entry.read(start, entry.count if stop is None else stop)
+        if columns is None:
+            return entry.read(start, entry.count if stop is None else stop)
+        stop = columns.numel(entry.shape) if stop is None else stop
+        if entry.read_columns is not None:
+            return entry.read_columns(start, stop, columns)
+        return columns_of(entry.read, columns, start, stop)
 
     def own(self, rank: int) -> dict[str, Any]:
         """Nothing: weights belong to no rank."""

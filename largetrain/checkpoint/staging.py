@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from largetrain.checkpoint.header import Stored, header
+from largetrain.parallel.columns import plainly
 from largetrain.parallel.pieces import Piece
 
 DTYPES = {
@@ -50,10 +51,12 @@ def plan(pieces: Sequence[Piece]) -> Planned:
     """
     kept = [piece for piece in pieces if len(piece.values) or not prod(piece.shape)]
     kept.sort(key=lambda piece: (-piece.values.element_size(), piece.key, piece.start))
-    stored = [
-        Stored(piece.key, piece.shape, DTYPES[piece.values.dtype], piece.start, len(piece.values), 0) for piece in kept
-    ]
-    return Planned(kept, header(stored), sum(piece.values.nbytes for piece in kept))
+    return Planned(kept, header([_stored(piece) for piece in kept]), sum(piece.values.nbytes for piece in kept))
+
+
+def _stored(piece: Piece) -> Stored:
+    start, columns = plainly(piece.shape, piece.start, piece.columns)
+    return Stored(piece.key, piece.shape, DTYPES[piece.values.dtype], start, len(piece.values), 0, columns)
 
 
 class Staging:

@@ -6,6 +6,7 @@ torch's restricted unpickler.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def _of_checkpoint(checkpoint: Path, key: str, ema: bool) -> Source:
     prefix = EMA if ema else MODEL
 
     def entry(stored: str) -> Entry:
-        return Entry(tuple(reader.shape(stored)), reader.dtype(stored), lambda a, b: reader.read(stored, a, b))
+        read = partial(reader.read, stored)
+        return Entry(tuple(reader.shape(stored)), reader.dtype(stored), read, read)
 
     keys = reader.keys()
     state = {stored.removeprefix(prefix): entry(stored) for stored in keys if stored.startswith(prefix)}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from largetrain.engine.held import MODEL, read
+from largetrain.engine.held import MODEL, Named, pairs_of, read
 from largetrain.parallel.pieces import Piece, Pieces
 
 
@@ -26,19 +26,21 @@ def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return named
 
 
-def buffer_pieces(model: nn.Module, prefix: str = MODEL) -> list[Piece]:
-    """Copies, because averaging may have put other values into the live ones for a moment."""
+def buffer_pieces(buffers: Named, prefix: str = MODEL) -> list[Piece]:
+    """Copies, because averaging may have put other values into the live ones for a moment.
+
+    Args:
+        buffers: see `saved_buffers`.
+    """
     return [
         Piece(prefix + name, tuple(buffer.shape), 0, buffer.detach().clone().reshape(-1))
-        for name, buffer in saved_buffers(model)
+        for name, buffer in pairs_of(buffers)
     ]
 
 
-def restore_buffers(
-    model: nn.Module, pieces: Pieces, names: Collection[str] | None = None, prefix: str = MODEL
-) -> None:
-    """Fill all buffers of the `state_dict`, or those with these names."""
-    for name, buffer in saved_buffers(model):
+def restore_buffers(buffers: Named, pieces: Pieces, names: Collection[str] | None = None, prefix: str = MODEL) -> None:
+    """Fill these buffers, or those of them with these names."""
+    for name, buffer in pairs_of(buffers):
         if names is None or name in names:
             with torch.no_grad():
                 buffer.copy_(read(pieces, prefix + name, tuple(buffer.shape)).view(buffer.shape))

@@ -34,7 +34,6 @@ from largetrain.engine.held import (
     optimizer_numbers,
     optimizer_pieces,
     own_part,
-    read,
     restore_optimizer,
     restore_weights,
     tied_names,
@@ -219,9 +218,9 @@ class DdpBackend:
         own = {"buffers": [[buffer.clone() for buffer in floating_buffers(model)] for model in self._averaged()]}
         with ExitStack() as stack:
             differ = [stack.enter_context(equal_buffers(model)) for model in self._averaged()]
-            pieces = buffer_pieces(self.module)
+            pieces = buffer_pieces(saved_buffers(self.module))
             if self.ema is not None:
-                pieces += buffer_pieces(self.ema.module, EMA)
+                pieces += buffer_pieces(saved_buffers(self.ema.module), EMA)
         held = list(whole_parameters(self._named))
         frozen = list(whole_parameters(p for p in self.module.named_parameters() if not p[1].requires_grad))
         pieces += weight_pieces([*held, *frozen]) + optimizer_pieces(held, self.optimizer)
@@ -235,7 +234,7 @@ class DdpBackend:
             "loss_scale": moving_scale(self._scales),
             "optimizer": optimizer_numbers(dict(self._named), self.optimizer),
             "layout_bound": bool(bound),
-            "tied": tied_names(self.module),
+            "tied": tied_names(self.module.named_parameters(remove_duplicate=False)),
             "ema": self.ema.counters() if self.ema is not None else None,
         }
         mine = {**(own if any(differ) else {}), **({"optimizer": bound} if bound else {})}
@@ -269,15 +268,15 @@ class DdpBackend:
         """Take weights, buffers and moving average alone, of these names or all of them, on any number of ranks."""
         chosen = [part for part in self.module.named_parameters() if names is None or part[0] in names]
         restore_weights(whole_parameters(chosen), pieces)
-        restore_buffers(self.module, pieces, names)
+        restore_buffers(saved_buffers(self.module), pieces, names)
         if self.ema is None:
             return
         if pieces.shared.get("ema") is None or names is not None:  # it begins with the weights as they are
             self.ema.module.load_state_dict(self.module.state_dict())
             return
         for part in whole_parameters(self.ema.module.named_parameters()):
-            part.fill(part.owner, read(pieces, EMA + part.name, part.shape))
-        restore_buffers(self.ema.module, pieces, prefix=EMA)
+            part.fill(part.owner, part.read(pieces, EMA + part.name))
+        restore_buffers(saved_buffers(self.ema.module), pieces, prefix=EMA)
         self.ema.go_to(pieces.shared["ema"])
 
     def _averaged(self) -> list[nn.Module]:

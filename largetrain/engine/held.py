@@ -5,18 +5,40 @@ An optimizer of torch updates whole parameters; ZeRO's updates flat fp32 tensors
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from largetrain.errors import CheckpointError
-from largetrain.parallel.pieces import Piece, Pieces
+from largetrain.parallel.axes import Axes
+from largetrain.parallel.columns import Columns
+from largetrain.parallel.pieces import Piece, Pieces, share_out
+from largetrain.parallel.shards import shard_of
 
 MODEL, OPTIMIZER, EMA = "model/", "optimizer/", "ema/"
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors of a model by the names of the model that one process would have, whichever part of it this rank has."""
+
+
+def pairs_of(named: Named) -> list[tuple[str, Any]]:
+    """Name and tensor, in the given order."""
+    return list(named.items() if isinstance(named, Mapping) else named)
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Of the parameter as one rank would hold it: neither cut by tensor parallelism nor spread by ZeRO-3."""
+    shard = shard_of(parameter)
+    return shard.shape if shard is not None else tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def columns_of(parameter: Tensor) -> Columns | None:
+    """Which part of it tensor parallelism gave this rank; None: all of it."""
+    shard = shard_of(parameter)
+    return shard.columns if shard is not None else None
 
 
 @dataclass(frozen=True)
@@ -28,13 +50,15 @@ class Held:
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    """First element of the range in the flattened parameter."""
+    """First element of the range in the flattened parameter, as this rank's tensor-parallel part of it is cut."""
     owner: Tensor
     """What the optimizer updates: the key of its state."""
     offset: int
     """First element of the range in the flattened owner."""
     numel: int
     """Elements of the range."""
+    columns: Columns | None = None
+    """The part of the whole parameter that tensor parallelism gave this rank; None: all of it."""
 
     @property
     def stop(self) -> int:
@@ -42,7 +66,15 @@ class Held:
 
     def piece(self, key: str, tensor: Tensor) -> Piece:
         """The same range of a tensor that has the owner's shape."""
-        return Piece(key, self.shape, self.start, _range(tensor, self.offset, self.numel))
+        return Piece(key, self.shape, self.start, _range(tensor, self.offset, self.numel), self.columns)
+
+    def read(self, pieces: Pieces, key: str) -> Tensor:
+        """The same range of what a checkpoint has under a key.
+
+        Raises:
+            CheckpointError: it is not there, or has another shape.
+        """
+        return read(pieces, key, self.shape, self.start, self.stop, self.columns)
 
     def fill(self, tensor: Tensor, values: Tensor) -> None:
         """Write the range into a tensor that has the owner's shape."""
@@ -129,11 +161,18 @@ def restore_weights(held: Iterable[Held], pieces: Pieces) -> None:
         CheckpointError: a parameter is not in the checkpoint, or has another shape there.
     """
     for part in held:
-        part.fill(part.owner, read(pieces, MODEL + part.name, part.shape, part.start, part.stop))
+        part.fill(part.owner, part.read(pieces, MODEL + part.name))
 
 
-def read(pieces: Pieces, key: str, shape: tuple[int, ...], start: int = 0, stop: int | None = None) -> Tensor:
-    """A range of a tensor whose shape is known.
+def read(
+    pieces: Pieces,
+    key: str,
+    shape: tuple[int, ...],
+    start: int = 0,
+    stop: int | None = None,
+    columns: Columns | None = None,
+) -> Tensor:
+    """A range of a tensor whose whole shape is known, or of some columns of it.
 
     Raises:
         CheckpointError: it is not there, or has another shape.
@@ -144,7 +183,7 @@ def read(pieces: Pieces, key: str, shape: tuple[int, ...], start: int = 0, stop:
         raise CheckpointError(f"the checkpoint has no {key}, which this model needs") from error
     if found != tuple(shape):
         raise CheckpointError(f"{key} has shape {list(found)} in the checkpoint and {list(shape)} in this model")
-    return pieces.read(key, start, stop)
+    return pieces.read(key, start, stop, columns)
 
 
 def restore_optimizer(
@@ -172,7 +211,7 @@ def restore_optimizer(
     for part in held:
         state = optimizer.state[part.owner]
         for kind in kinds.get(part.name, ()):
-            values = read(pieces, f"{OPTIMIZER}{kind}/{part.name}", part.shape, part.start, part.stop)
+            values = part.read(pieces, f"{OPTIMIZER}{kind}/{part.name}")
             if kind not in state:  # padding between parameters stays zero, as it is in the run that wrote this
                 state[kind] = torch.zeros_like(part.owner, dtype=values.dtype, requires_grad=False)
             part.fill(state[kind], values)
@@ -203,17 +242,40 @@ def _number(value: float, dtype: str, owner: Tensor, optimizer: torch.optim.Opti
     return torch.tensor(value, dtype=kind, device=owner.device if fused else "cpu")
 
 
-def whole_parameters(named: Iterable[tuple[str, Tensor]]) -> Iterator[Held]:
-    """Every parameter held whole by its rank, as plain optimizers update them."""
-    for name, parameter in named:
-        yield Held(name, tuple(parameter.shape), 0, parameter, 0, parameter.numel())
+def whole_parameters(named: Named) -> Iterator[Held]:
+    """Every parameter with all elements that its rank has of it, as plain optimizers update them."""
+    for name, parameter in pairs_of(named):
+        yield Held(name, whole_shape(parameter), 0, parameter, 0, parameter.numel(), columns_of(parameter))
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters that a model uses in several places -> the first name, under which they are saved."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
+def tied_names(named: Named) -> dict[str, str]:
+    """Further names of parameters that a model uses in several places -> the first name, under which they are saved.
+
+    Args:
+        named: under all their names (`named_parameters(remove_duplicate=False)`).
+    """
+    first: dict[int, str] = {}
+    every = pairs_of(named)
+    for name, parameter in every:
+        first.setdefault(id(parameter), name)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def share_of(alike: Sequence[Piece], own: Sequence[Piece], axes: Axes) -> list[Piece]:
+    """What this rank writes, so that all ranks together write every tensor once.
+
+    Tensor-parallel parts are written by their own tensor rank; what its ranks hold alike is written by the first.
+
+    Args:
+        alike: pieces that all replicas of this rank hold, in the same order.
+        own: pieces that no replica holds.
+    """
+    mine = [*own, *share_out(_ours(alike, axes), axes.replicas.rank, axes.replicas.size)]
+    return _ours(mine, axes)
+
+
+def _ours(pieces: Sequence[Piece], axes: Axes) -> list[Piece]:
+    return [piece for piece in pieces if piece.columns is not None or axes.tensor.rank == 0]
 
 
 def own_part(pieces: Pieces, same_layout: bool) -> dict[str, Any]:

@@ -10,94 +10,111 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from largetrain.engine.held import MODEL, Held, read, whole_parameters
+from largetrain.engine.held import MODEL, Held, Named, columns_of, pairs_of, read, whole_parameters, whole_shape
 from largetrain.parallel.pieces import Piece, Pieces
 
 
-def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that the optimizer updates, each once, under its first name."""
-    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+def trained(named: Named) -> list[tuple[str, Any]]:
+    """Parameters that the optimizer updates, of those given; each once, under its first name."""
+    return [(name, parameter) for name, parameter in pairs_of(named) if parameter.requires_grad]
 
 
-def held_by(engine: Any, stage: int) -> list[Held]:
-    """Which ranges of the trained parameters this rank's optimizer updates."""
-    named = trained(engine.module)
+def held_by(engine: Any, stage: int, named: Named | None = None) -> list[Held]:
+    """Which ranges of the trained parameters this rank's optimizer updates.
+
+    Args:
+        named: the parameters by name, each once; None: as the engine's module names them.
+    """
+    found = _trained_by(engine, named)
     if stage == 0:
-        return list(whole_parameters(named))
-    return list(_of_stage_3(named, engine.optimizer) if stage == 3 else _of_stages_1_and_2(named, engine.optimizer))
+        return list(whole_parameters(found))
+    return list(_of_stage_3(found, engine.optimizer) if stage == 3 else _of_stages_1_and_2(found, engine.optimizer))
 
 
-def _of_stages_1_and_2(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[Held]:
-    for name, parameter in named:
+def _trained_by(engine: Any, named: Named | None) -> list[tuple[str, Any]]:
+    return trained(engine.module.named_parameters() if named is None else named)
+
+
+def _of_stages_1_and_2(named: Named, optimizer: Any) -> Iterator[Held]:
+    for name, parameter in pairs_of(named):
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:  # all of it lies on other ranks
             continue
         owner = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         inside, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
-        yield Held(name, tuple(parameter.shape), inside.start, owner, flat.start, flat.numel)
+        yield Held(name, whole_shape(parameter), inside.start, owner, flat.start, flat.numel, columns_of(parameter))
 
 
-def _of_stage_3(named: list[tuple[str, nn.Parameter]], optimizer: Any) -> Iterator[Held]:
-    for name, parameter in named:
+def _of_stage_3(named: Named, optimizer: Any) -> Iterator[Held]:
+    for name, parameter in pairs_of(named):
         group, offset, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
         whole: Any = parameter
         start = padded * optimizer._get_param_partition_rank(parameter)
         numel = min(padded, whole.ds_numel - start)  # the last rank's part is padded
         if numel > 0:
-            yield Held(name, tuple(whole.ds_shape), start, optimizer.fp32_partitioned_groups_flat[group], offset, numel)
+            owner = optimizer.fp32_partitioned_groups_flat[group]
+            yield Held(name, whole_shape(parameter), start, owner, offset, numel, columns_of(parameter))
 
 
-def owners_of(engine: Any, stage: int) -> dict[str, Tensor]:
-    """Every trained parameter, and the tensor of this rank's optimizer that its group is in."""
-    named, optimizer = trained(engine.module), engine.optimizer
+def owners_of(engine: Any, stage: int, named: Named | None = None) -> dict[str, Tensor]:
+    """Every trained parameter, and the tensor of this rank's optimizer that its group is in.
+
+    Args:
+        named: as for `held_by`.
+    """
+    found, optimizer = _trained_by(engine, named), engine.optimizer
     if stage == 0:
-        return dict(named)
+        return dict(found)
     if stage == 3:
         return {
             name: optimizer.fp32_partitioned_groups_flat[optimizer.grad_position[optimizer.get_param_id(p)][0]]
-            for name, p in named
+            for name, p in found
         }
     group_of = {id(p): index for index, group in enumerate(optimizer.bit16_groups) for p in group}
-    return {name: optimizer.single_partition_of_fp32_groups[group_of[id(p)]] for name, p in named if id(p) in group_of}
+    return {name: optimizer.single_partition_of_fp32_groups[group_of[id(p)]] for name, p in found if id(p) in group_of}
 
 
-def frozen_pieces(module: nn.Module) -> tuple[list[Piece], list[Piece]]:
-    """Parameters that nothing updates: those that every rank holds alike, and this rank's ranges of sharded ones."""
-    alike, own = [], []
-    for name, parameter in module.named_parameters():
+def frozen_pieces(named: Named) -> tuple[list[Piece], list[Piece]]:
+    """Of parameters that nothing updates: those that every replica holds alike, and this rank's ranges of the others.
+
+    Args:
+        named: all parameters by name, each once.
+    """
+    alike: list[Piece] = []
+    own: list[Piece] = []
+    for name, parameter in pairs_of(named):
         if parameter.requires_grad:
             continue
-        if (place := _sharded(parameter)) is not None:
-            shape, start, values = place
-            if values.numel():
-                own.append(Piece(MODEL + name, shape, start, values))
-        else:
-            alike.append(Piece(MODEL + name, tuple(parameter.shape), 0, parameter.detach().reshape(-1)))
-    return alike, own
+        start, values = _frozen_part(parameter)
+        piece = Piece(MODEL + name, whole_shape(parameter), start, values, columns_of(parameter))
+        (own if hasattr(parameter, "ds_id") else alike).append(piece)
+    return alike, [piece for piece in own if piece.values.numel()]
 
 
-def restore_frozen(module: nn.Module, pieces: Pieces, names: Collection[str] | None = None) -> None:
+def restore_frozen(named: Named, pieces: Pieces, names: Collection[str] | None = None) -> None:
     """Fill the parameters that nothing updates, or those of them with these names."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in pairs_of(named):
         if parameter.requires_grad or (names is not None and name not in names):
             continue
+        start, values = _frozen_part(parameter)
+        stop = start + values.numel()
+        stored = read(pieces, MODEL + name, whole_shape(parameter), start, stop, columns_of(parameter))
         with torch.no_grad():
-            if (place := _sharded(parameter)) is not None:
-                shape, start, values = place
-                values.copy_(read(pieces, MODEL + name, shape, start, start + values.numel()))
+            if hasattr(parameter, "ds_id"):
+                values.copy_(stored)
             else:
-                parameter.copy_(read(pieces, MODEL + name, tuple(parameter.shape)).view(parameter.shape))
+                parameter.copy_(stored.view(parameter.shape))
 
 
-def _sharded(parameter: Any) -> tuple[tuple[int, ...], int, Tensor] | None:
-    """Whole shape, first element and this rank's range of a ZeRO-3 parameter; None for any other."""
+def _frozen_part(parameter: Any) -> tuple[int, Tensor]:
+    """First element and values, 1-d, of what this rank holds of its tensor-parallel part: ZeRO-3 spreads that."""
     if not hasattr(parameter, "ds_id"):
-        return None
+        return 0, parameter.detach().reshape(-1)
     part = parameter.ds_tensor
     start = part.ds_numel * dist.get_rank(parameter.ds_process_group)
-    return tuple(parameter.ds_shape), start, part.detach().reshape(-1)[: max(0, parameter.ds_numel - start)]
+    return start, part.detach().reshape(-1)[: max(0, parameter.ds_numel - start)]
 
 
 def copy_into_model(engine: Any, stage: int) -> None:

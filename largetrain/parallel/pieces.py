@@ -8,13 +8,13 @@ which backend wrote them. Keys:
 - `ema/NAME`: the moving average of NAME.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from largetrain.parallel.shards import Columns
+from largetrain.parallel.columns import Columns
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,20 @@ class Pieces(Protocol):
 
     def own(self, rank: int) -> dict[str, Any]:
         """What rank `rank` wrote for itself; empty when there was no such rank."""
+
+
+def columns_of(read: Callable[[int, int], Tensor], columns: Columns, start: int, stop: int) -> Tensor:
+    """Elements start..stop of the flattened interval of columns, from what reads ranges of the whole tensor.
+
+    Args:
+        read: elements from..to of the flattened whole tensor, 1-d.
+    """
+    if start >= stop:
+        return read(0, 0)
+    top, bottom = start // columns.count, -(-stop // columns.count)
+    rows = read(top * columns.width, bottom * columns.width).view(bottom - top, columns.width)
+    begin = start - top * columns.count
+    return rows[:, columns.first : columns.last].reshape(-1)[begin : begin + stop - start]
 
 
 def share_out(pieces: Sequence[Piece], rank: int, world_size: int) -> list[Piece]:

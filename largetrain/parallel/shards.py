@@ -6,18 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Columns:
-    """A tensor seen as [rows, width], of which columns first..last are meant; `Piece` and `Pieces.read` count in them.
-
-    A slice of dim d of a tensor of any shape is such an interval, with the dims before d as rows and the dims after d
-    inside the columns. A slice of dim 0 has one row.
-    """
-
-    width: int
-    first: int
-    last: int
+from largetrain.parallel.columns import Columns
 
 
 @dataclass(frozen=True)
