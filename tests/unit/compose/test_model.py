@@ -13,6 +13,7 @@ from largetrain.data.build import DataInfo
 from largetrain.errors import ConfigError
 from largetrain.models.batch_norm import count_layers, freeze_batch_norms
 from largetrain.parallel import sync_batch_norm
+from largetrain.parallel.axes import Axes
 from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 from largetrain.tasks.classification import Classification
 from largetrain.tasks.segmentation import Segmentation
@@ -181,7 +182,7 @@ def test_the_engine_json_is_settled_by_the_choice(ranks):
     """Muon and keys of DeepSpeed's own are found out once the model has decided."""
     target = f"model.target={__name__}:Chosen"
     lines = []
-    made, run = make_model(resolved(target, "backend=auto"), info("a", "b"), lines.append)
+    made, run = make_model(resolved(target, "backend=auto"), info("a", "b"), Axes(), lines.append)
     assert run.backend == "ddp" and made[3].out_features == 2
     assert lines == [
         "backend: ddp (auto: 1 live batch-norm layer, 48 % of 50 parameters in convolutions)",
@@ -189,8 +190,8 @@ def test_the_engine_json_is_settled_by_the_choice(ranks):
     assert sum("ZeRO stage 2" in note and "has no effect" in note for note in run.notes) == 1
     muon = resolved(target, optimizer={"type": "Muon", "params": {"lr": 0.1}})
     with pytest.raises(ConfigError, match="Muon needs backend: deepspeed"):
-        make_model(muon, info("a", "b"), lines.append)
-    _, run = make_model(resolved(f"model.target={__name__}:Linear"), info("a", "b"), lines.append)
+        make_model(muon, info("a", "b"), Axes(), lines.append)
+    _, run = make_model(resolved(f"model.target={__name__}:Linear"), info("a", "b"), Axes(), lines.append)
     assert run.backend == "deepspeed" and not any("has no effect" in note for note in run.notes)
 
 
@@ -209,7 +210,9 @@ class Linear(nn.Sequential):
 def test_weights_come_from_the_seed_alone(ranks):
     def weights(*sets):
         torch.manual_seed(len(sets) + 77)  # whatever was drawn before
-        made, _ = make_model(resolved(f"model.target={__name__}:Chosen", *sets), info("a", "b"), lambda line: None)
+        made, _ = make_model(
+            resolved(f"model.target={__name__}:Chosen", *sets), info("a", "b"), Axes(), lambda line: None
+        )
         return made[0].weight
 
     assert torch.equal(weights(), weights("name=other"))
