@@ -78,7 +78,7 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 def _gather(x: Tensor, axis: Axis) -> Tensor:
     """Parts [batch, seq_len / ranks, ...] -> [batch, seq_len, ...]."""
     parts = x.new_empty((axis.size, *x.shape))
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return parts.movedim(0, SEQUENCE).flatten(SEQUENCE, SEQUENCE + 1)
 
 
@@ -87,7 +87,7 @@ def _sum_part(x: Tensor, axis: Axis) -> Tensor:
     assert x.shape[SEQUENCE] % axis.size == 0, (tuple(x.shape), axis.size)
     parts = x.unflatten(SEQUENCE, (axis.size, -1)).movedim(SEQUENCE, 0).contiguous()
     total = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group)
+    dist.reduce_scatter_single(total, parts.flatten(0, 1), group=axis.group)
     return total
 
 
@@ -158,7 +158,7 @@ class _GatheredLast(torch.autograd.Function):
         ctx.first, ctx.size = sum(sizes[: axis.rank]), sizes[axis.rank]
         padded = torch.nn.functional.pad(x, (0, max(sizes) - x.shape[-1])).contiguous()
         parts = padded.new_empty((axis.size, *padded.shape))
-        dist.all_gather_into_tensor(parts.flatten(0, 1), padded, group=axis.group)
+        dist.all_gather_single(parts.flatten(0, 1), padded, group=axis.group)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     @staticmethod

@@ -301,6 +301,8 @@ def bounds(cell: Cell) -> dict[str, float]:
     Half precision, u = eps / 2: as in `matrix.bounds`, a gradient is rounded once where it is produced and once for
     each piece that is added; a tensor rank's summand of an activation, or of its gradient, is rounded on its own, and
     the sum once more for each rank. So one standard deviation is sqrt(2 (pieces + 1 + ranks) / 3) u, ranks = 0 on one.
+    Over these updates the norm changes by its own size (it falls by a third and doubles), so it inherits the relative
+    error of the weights.
     """
     dtype = DTYPES[cell.precision]
     if dtype == torch.float32:
@@ -309,7 +311,7 @@ def bounds(cell: Cell) -> dict[str, float]:
     unit_roundoff = torch.finfo(dtype).eps / 2
     ranks = cell.tensor if cell.tensor > 1 else 0
     deviation = math.sqrt(2 * (cell.pieces + 1 + ranks) / 3) * unit_roundoff
-    return {"loss": unit_roundoff, "norm": deviation, "weights": 3 * deviation, "evaluation": unit_roundoff}
+    return {"loss": unit_roundoff, "norm": 3 * deviation, "weights": 3 * deviation, "evaluation": unit_roundoff}
 
 
 def compare(cell: Cell, outcomes: Sequence[Outcome], expected: ReferenceRun) -> Errors:
