@@ -78,18 +78,19 @@ def initial_weights(folder, sets):
     """Whole fp32 weights before the first update, on this rank."""
     import deepspeed
 
-    from largetrain.parallel.axes import make_axes
-from largetrain.compose.backend import make_backend
+    from largetrain.compose.backend import make_backend
     from largetrain.config.load import load
     from largetrain.config.world import launch_world
     from largetrain.data.build import build_data
     from largetrain.engine.environment import prepare
+    from largetrain.parallel.axes import make_axes
 
     world = launch_world()
     device = prepare(rank=world.rank, local_rank=world.rank, world_size=world.world_size, timeout_s=60, verbose=False)
     resolved = load(str(folder / "engine.json"), str(folder / "run.json"), sets, world_size=world.world_size)
     resolved = resolved.with_steps(3)
-    backend, _ = make_backend(resolved, build_data(resolved), device, make_axes(resolved.layout), world.local_world_size, lambda line: None)
+    axes = make_axes(resolved.layout)
+    backend, _ = make_backend(resolved, build_data(resolved), device, axes, world.local_world_size, lambda line: None)
     dist.barrier()
     parameters = dict(backend.engine.module.named_parameters())
     sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "ds_id")]
