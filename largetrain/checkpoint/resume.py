@@ -41,12 +41,19 @@ SAME_WEIGHTS = {"model": SAME["model"], "classes": "classes of the data"}
 LAYOUT = {
     "backend": "backend",
     "world_size": "number of ranks",
+    "tensor_parallel": "parallel.tensor_parallel",
+    "pipeline_stages": "parallel.pipeline_stages",
+    "partition": "parallel.partition",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "ulysses": "parallel.ulysses",
     "zero_stage": "zero_optimization.stage",
     "offload": "offload",
     "micro_batch": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "groups": "parameters",
 }
+# what checkpoints from before there was such a key were trained with
+ABSENT = {"tensor_parallel": 1, "pipeline_stages": 1, "partition": "cost", "sequence_parallel": False, "ulysses": 1}
 # what may change -> its name in messages
 FREE = {
     "dtype": "precision (fp16/bf16.enabled)",
@@ -134,7 +141,7 @@ def _changes(keys: Mapping[str, str], saved: dict[str, Any], facts: dict[str, An
     return [
         f"{where} was {then}, now {now}"
         for key, words in keys.items()
-        for where, then, now in _differences(words, saved.get(key), facts[key])
+        for where, then, now in _differences(words, saved.get(key, ABSENT.get(key)), facts[key])
     ]
 
 

@@ -251,7 +251,9 @@ def hostile_header(place: Place, random: Random) -> None:
             shapes = ["", "[]", '{"model/weight": 3}', '{"model/weight": [12]}', "{}", 5, "[" * 10**5]
             content["__metadata__"] = {"shapes": shapes[random.randint(len(shapes))]}
         elif kind == 3:
-            content[name.split("@")[0] + "@" + str(random.randint(20))] = content.pop(name)
+            cuts = ["", "[0:2/4]", "[2:4/4]", "[1:9/4]", "[0:1/12]", "[3:2/4]", "[0:2/0]", "[0:2/" + "9" * 19 + "]"]
+            cut = cuts[random.randint(len(cuts))]
+            content[name.split("@")[0] + f"@{random.randint(20)}{cut}"] = content.pop(name)
         else:
             key = ["dtype", "shape", "data_offsets"][random.randint(3)]
             content[name][key] = values[key][random.randint(len(values[key]))]
