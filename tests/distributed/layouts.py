@@ -24,10 +24,13 @@ class Layout:
     ranks: int = 2
     accumulation: int = 1
     offload: bool = False
+    tensor: int = 1
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         name = "ddp" if self.backend == "ddp" else f"zero{self.stage}{'+offload' if self.offload else ''}"
-        return f"{name} x{self.ranks}" + (f" acc {self.accumulation}" if self.accumulation > 1 else "")
+        tensor = f" tensor {self.tensor}{' +sp' if self.sequence_parallel else ''}" if self.tensor > 1 else ""
+        return f"{name} x{self.ranks}{tensor}" + (f" acc {self.accumulation}" if self.accumulation > 1 else "")
 
     @property
     def sets(self) -> list[str]:
@@ -36,8 +39,13 @@ class Layout:
             f"backend={self.backend}",
             f"zero_optimization.stage={0 if self.backend == 'ddp' else self.stage}",
             f"gradient_accumulation_steps={self.accumulation}",
-            f"train_micro_batch_size_per_gpu={GLOBAL_BATCH // (self.ranks * self.accumulation)}",
+            f"train_micro_batch_size_per_gpu={GLOBAL_BATCH * self.tensor // (self.ranks * self.accumulation)}",
         ]
+        if self.tensor > 1:
+            chosen += [
+                f"parallel.tensor_parallel={self.tensor}",
+                f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
+            ]
         return [*chosen, "zero_optimization.offload_optimizer.device=cpu"] if self.offload else chosen
 
 
@@ -60,7 +68,11 @@ class Continuation:
 def prepare(folder: Path, precision: str = "fp32") -> None:
     """Inputs of a run that is the same on all layouts: dropout has a stream for each rank, so it is off."""
     engine = {**precision_section(precision), "optimizer": ADAM}
-    run = {"model": {"dropout": 0.0}, "checkpoints": {"every_steps": SAVED, "at_end": True, "keep_last": 0}}
+    # four heads, two of keys and values: four tensor ranks divide the first and hold the others whole
+    run = {
+        "model": {"dropout": 0.0, "heads": 4, "kv_heads": 2},
+        "checkpoints": {"every_steps": SAVED, "at_end": True, "keep_last": 0},
+    }
     write_inputs(folder, engine, run)
 
 

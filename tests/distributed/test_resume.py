@@ -69,6 +69,24 @@ def test_a_resumed_run_equals_the_straight_one_to_the_bit(tmp_path, stage, preci
         assert len({update["scale"] for update in straight.updates[SAVED:]}) > 1  # the scaler's count was restored
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "precision", "sequence_parallel"), [(2, 1, "fp16", True), (4, 3, "bf16", False)]
+)
+def test_so_does_one_on_tensor_parallel_ranks(tmp_path, ranks, stage, precision, sequence_parallel):
+    """With dropout, whose masks differ between the parts and agree between the replicas."""
+    engine = {
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 8 // ranks,
+        **precision_section(precision),
+    }
+    parallel = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel}
+    write_inputs(tmp_path, engine, {"checkpoints": {"every_steps": SAVED, "at_end": False}, "parallel": parallel})
+    results = run_ranks(stop_and_resume, ranks, tmp_path, timeout=120)
+    check_resumed(tmp_path, results)
+    samples = [straight.updates[0]["samples"] for straight, _, _ in results]
+    assert samples[0] == samples[1], "tensor-parallel ranks work on the same samples"
+
+
 def test_loader_processes_do_not_disturb_the_continuation(tmp_path):
     write_inputs(tmp_path, {"zero_optimization": {"stage": 2}}, {"checkpoints": {"every_steps": SAVED}})
     results = run_ranks(stop_and_resume, 2, tmp_path, ["data.workers=2"], timeout=120)

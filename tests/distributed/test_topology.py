@@ -19,6 +19,11 @@ CHANGES = [
     (Layout(stage=3, ranks=3), Layout(stage=3, ranks=2, accumulation=3)),
     (Layout(backend="ddp", ranks=2), Layout(stage=3, ranks=2)),
     (Layout(stage=2, ranks=2), Layout(backend="ddp", ranks=1)),
+    # tensor parallel: on, off, and more of it
+    (Layout(stage=1, ranks=1), Layout(stage=3, ranks=2, tensor=2)),
+    (Layout(stage=3, ranks=4, tensor=2, sequence_parallel=True), Layout(stage=0, ranks=1)),
+    (Layout(stage=2, ranks=4, tensor=2), Layout(stage=0, ranks=4, tensor=4)),
+    (Layout(stage=0, ranks=4, tensor=2), Layout(stage=1, ranks=4, tensor=2)),
 ]
 
 
@@ -58,6 +63,8 @@ def test_a_run_goes_on_on_another_layout(folder, never_stopped, first, second):
     told = "\n".join(found.lines)
     if first.ranks != second.ranks:
         assert f"number of ranks was {first.ranks}, now {second.ranks}" in told
+    if first.tensor != second.tensor:
+        assert f"parallel.tensor_parallel was {first.tensor}, now {second.tensor}" in told
     assert "up to the rounding of sums" in told
     # what was trained before the change is not trained again
     assert len(found.updates) == STEPS

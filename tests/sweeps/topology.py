@@ -1,16 +1,18 @@
-"""Every change of layout on resume: ranks, ZeRO stage, offload, backend, precision of the state.
+"""Every change of layout on resume: ranks, ZeRO stage, offload, backend, tensor parallelism, precision of the state.
 
     python -m tests.sweeps.topology [--precision fp32|bf16|fp16] [--only WORD ...]
 
 Each cell stops a small run after update 4 on one layout and ends it on another; samples must be those of the run that
 is never stopped, and loss, weights and moments equal to the rounding of sums (fp32), or near (half precision). There
-is no conversion: the seconds are those of the second part with its start. Ten minutes on two cores; CI runs a core.
+is no conversion: the seconds are those of the second part with its start. Twenty-five minutes on two cores; CI runs a
+core.
 """
 
 import argparse
 import itertools
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,21 +24,37 @@ from tests.reference import tolerance_for
 
 BACKENDS = [Layout(stage=stage) for stage in range(4)] + [Layout(backend="ddp", stage=0)]
 RANKS = [(2, 1), (1, 2), (2, 4), (4, 3)]
+# ranks, tensor-parallel ranks and sequence parallelism, before and after
+TENSOR = [
+    ((2, 2, False), (1, 1, False)),
+    ((1, 1, False), (2, 2, True)),
+    ((4, 2, True), (4, 4, False)),
+    ((4, 4, True), (2, 1, False)),
+    ((4, 2, False), (4, 2, False)),
+]
 
 
 def changes() -> list[tuple[Layout, Layout]]:
-    """All pairs of stages and backends, with every change of ranks; offload on and off."""
+    """All pairs of stages and backends, with every change of ranks; offload on and off; tensor parallelism."""
     cells = []
     for (one, other), (before, after) in itertools.product(itertools.product(BACKENDS, repeat=2), RANKS):
         cells.append((_on(one, before), _on(other, after)))
     for stage in (1, 2, 3) if cpu_adam_is_built() else ():
         with_offload, without = Layout(stage=stage, offload=True), Layout(stage=stage)
         cells += [(with_offload, without), (without, with_offload), (with_offload, _on(with_offload, 4))]
+    stages = itertools.product(BACKENDS[:4], repeat=2)
+    for (one, other), (before, after) in itertools.product(stages, TENSOR):
+        cells.append(
+            tuple(
+                replace(layout, ranks=ranks, tensor=tensor, sequence_parallel=divided)
+                for layout, (ranks, tensor, divided) in ((one, before), (other, after))
+            )
+        )
     return cells
 
 
 def _on(layout: Layout, ranks: int) -> Layout:
-    return Layout(layout.backend, layout.stage, ranks, layout.accumulation, layout.offload)
+    return replace(layout, ranks=ranks)
 
 
 def worst(found: Continuation, reference: Continuation) -> tuple[float, float]:
@@ -73,7 +91,7 @@ def main() -> int:
             passed = same and max(loss, tensors) <= bound
             failures += not passed
             verdict = "ok" if passed else "FAILED" if same else "FAILED: other samples or tensors"
-            print(f"{title:<40} loss {loss:.1e}  tensors {tensors:.1e}  {found.seconds:4.1f} s  {verdict}", flush=True)
+            print(f"{title:<52} loss {loss:.1e}  tensors {tensors:.1e}  {found.seconds:4.1f} s  {verdict}", flush=True)
     if not cpu_adam_is_built():
         print("left out: offload, for which `largetrain setup --ops cpu_adam` compiles DeepSpeed's CPUAdam")
     print(f"bound {bound:.1e}; {failures} failed")
