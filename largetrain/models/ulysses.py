@@ -40,8 +40,9 @@ class HeadExchange:
             key, value = key.index_select(1, index), value.index_select(1, index)
         parts = [x.unflatten(1, (self.axis.size, -1)).movedim(1, 0) for x in (query, key, value)]
         received = exchange(torch.cat(parts, dim=2), self.axis)  # [ranks, batch, heads, seq_len / ranks, head_dim]
-        together = received.movedim(0, 2).flatten(2, 3)
-        query, key, value = together.split([part.shape[2] for part in parts], dim=1)
+        # taken apart before they are made contiguous, so that what attention keeps of one does not keep the others
+        split = received.split([part.shape[2] for part in parts], dim=2)
+        query, key, value = (x.movedim(0, 2).flatten(2, 3) for x in split)
         return query, key, value
 
     def to_sequence(self, mixed: Tensor) -> Tensor:
