@@ -1,0 +1,95 @@
+"""Every layout of the decoder against the single-process loop: tensor, sequence and data parallelism with ZeRO.
+
+    python -m tests.sweeps.parallel_parity [--backend NAME ...] [--only WORD ...] [--list]
+
+Each cell makes 10 updates on 2 or 4 ranks and compares losses, gradient norms, an evaluation and the gathered weights
+with the loop; initial weights and the ranks' replicas must be equal to the bit. Cells of one world size share their
+ranks' start. Half an hour on two cores; CI runs a core (tests/distributed/test_tensor_parallel.py and others).
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+
+from tests.distributed.parity.parallel import Cell, Errors, measure
+
+TOGETHER = 8
+"""Cells that one start of the ranks trains."""
+LOOKS = ({"style": "llama", "tied": False}, {"style": "gpt", "tied": True}, {"style": "gpt", "tied": False})
+
+
+def tensor_cells() -> Iterator[Cell]:
+    """Tensor 2 and 4, alone and with data parallelism: every ZeRO stage, style, precision, sequence parallelism."""
+    layouts = [{"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 4, "shape": "8x2"}]
+    for layout, zero, sequence_parallel in itertools.product(layouts, range(4), (False, True)):
+        common = {**layout, "zero": zero, "sequence_parallel": sequence_parallel}
+        for look, accumulation in itertools.product(LOOKS, (2, 4)):
+            yield Cell(**common, **look, accumulation=accumulation)
+        yield Cell(**common, style="llama", tied=True, chunk=5, recompute=True)
+        yield Cell(**common, style="gpt", recompute=True, optimizer="SGD")
+        for precision in ("bf16", "fp16") if zero > 0 else ():
+            yield Cell(**common, precision=precision)
+            yield Cell(**common, precision=precision, style="gpt", tied=True, recompute=True)
+    for layout in ({"tensor": 2, "shape": "6x3"}, {"tensor": 3, "shape": "6x3"}, {"tensor": 3, "shape": "6x2"}):
+        for zero in range(4):
+            yield Cell(**layout, zero=zero, style="gpt")
+
+
+def ulysses_cells() -> Iterator[Cell]:
+    """Ranks that share sequences, 2 and 4 of them, alone and with data parallelism."""
+    layouts = [
+        {"ulysses": 2},
+        {"ulysses": 2, "data": 2},
+        {"ulysses": 4, "shape": "8x2"},
+        {"ulysses": 2, "shape": "6x3"},
+    ]
+    for layout, zero in itertools.product(layouts, range(4)):
+        for look in LOOKS:
+            yield Cell(**layout, zero=zero, **look)
+        yield Cell(**layout, zero=zero, chunk=5, recompute=True, optimizer="SGD", accumulation=4)
+        for precision in ("bf16", "fp16") if zero > 0 else ():
+            yield Cell(**layout, zero=zero, precision=precision)
+
+
+CELLS = {"deepspeed": (tensor_cells, ulysses_cells)}
+"""Backend -> what lists its cells; `tests/distributed/parity/parallel.py: BACKENDS` says how they are run."""
+
+
+def report(cell: Cell, errors: Errors) -> str:
+    """One line."""
+    parts = "  ".join(f"{name} {getattr(errors, name):.1e}/{bound:.1e}" for name, bound in errors.bounds.items())
+    return f"{cell!s:<78} {parts}  {'FAILED' if errors.failures() else 'ok'}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", nargs="*", choices=list(CELLS), default=list(CELLS))
+    parser.add_argument("--only", nargs="*", default=[], help="cells whose name holds all these words")
+    parser.add_argument("--list", action="store_true", help="print the cells and end")
+    options = parser.parse_args()
+    listed = [cell for name in options.backend for cells in CELLS[name] for cell in cells()]
+    chosen = [cell for cell in dict.fromkeys(listed) if all(word in str(cell) for word in options.only)]
+    if options.list:
+        print(*chosen, sep="\n")
+        return 0
+    started, failures, worst = time.monotonic(), 0, dict.fromkeys(("loss", "norm", "weights", "evaluation"), 0.0)
+    for _, group in itertools.groupby(sorted(chosen, key=lambda cell: cell.world_size), lambda cell: cell.world_size):
+        for some in _batched(list(group)):
+            for cell, errors in zip(some, measure(some), strict=True):
+                failures += bool(errors.failures())
+                worst = {name: max(was, getattr(errors, name) / errors.bounds[name]) for name, was in worst.items()}
+                print(report(cell, errors), flush=True)
+    near = ", ".join(f"{name} {share:.2f}" for name, share in worst.items())
+    seconds = time.monotonic() - started
+    print(f"{len(chosen)} cells, {failures} failed, in {seconds:.0f} s; largest share of a bound: {near}")
+    return 1 if failures else 0
+
+
+def _batched(cells: list[Cell]) -> Iterator[list[Cell]]:
+    return (cells[start : start + TOGETHER] for start in range(0, len(cells), TOGETHER))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
