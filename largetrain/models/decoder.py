@@ -33,10 +33,9 @@ from largetrain.models.layers import (
 )
 from largetrain.models.rotary import rotate
 from largetrain.models.stages import NamedLayer, layer_stream
-from largetrain.models.tensor_parallel import ColumnLinear, RowLinear, head_share, key_value_linear
+from largetrain.models.tensor_parallel import ColumnLinear, RowLinear, entered, head_share, key_value_linear
 from largetrain.models.ulysses import HeadExchange
 from largetrain.parallel.axes import Axes, Axis
-from largetrain.parallel.regions import enter
 from largetrain.parallel.streams import draw_seed, own_stream
 
 STD = 0.02
@@ -74,8 +73,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix positions: x [batch, seq_len, hidden], same shape out; seq_len is of this rank's part."""
-        x = enter(x, self.axes)
-        query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
+        taken = entered(x, self.axes)
+        query, key, value = (self._heads(linear(taken)) for linear in (self.query, self.key, self.value))
         if not self.share.grouped:
             key, value = (heads[:, list(self.share.of_query)] for heads in (key, value))
         query, key, value = self.exchange.to_heads(query, key, value)
@@ -104,7 +103,7 @@ class GeluFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position: x [..., hidden], same shape out."""
-        return self.down(F.gelu(self.up(enter(x, self.axes)), approximate="tanh"))
+        return self.down(F.gelu(self.up(entered(x, self.axes)), approximate="tanh"))
 
 
 class SwigluFeedForward(nn.Module):
@@ -119,8 +118,8 @@ class SwigluFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position: x [..., hidden], same shape out."""
-        x = enter(x, self.axes)
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        taken = entered(x, self.axes)
+        return self.down(F.silu(self.gate(taken)) * self.up(taken))
 
 
 class Block(nn.Module):

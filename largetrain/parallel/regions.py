@@ -8,6 +8,7 @@ Ulysses (Jacobs et al. 2023), which is its own converse. Sums are made in the dt
 Every function gives its argument back on an axis of one rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,11 +76,17 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
     return total
 
 
-def _gather(x: Tensor, axis: Axis) -> Tensor:
-    """Parts [batch, seq_len / ranks, ...] -> [batch, seq_len, ...]."""
-    parts = x.new_empty((axis.size, *x.shape))
-    dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=axis.group)
-    return parts.movedim(0, SEQUENCE).flatten(SEQUENCE, SEQUENCE + 1)
+def start_gather(part: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Parts [batch, seq_len / ranks, ...] -> what waits for the whole [batch, seq_len, ...]; without a gradient."""
+    parts = part.new_empty((axis.size, *part.shape))
+    gathering = dist.all_gather_single(parts.flatten(0, 1), part.contiguous(), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        if gathering is not None:  # None: this rank is not in the group, which it always is
+            gathering.wait()
+        return parts.movedim(0, SEQUENCE).flatten(SEQUENCE, SEQUENCE + 1)
+
+    return finish
 
 
 def _sum_part(x: Tensor, axis: Axis) -> Tensor:
@@ -121,7 +128,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _gather(x, axis)
+        return start_gather(x, axis)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -136,7 +143,7 @@ class _SummedPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.axis), None
+        return start_gather(grad, ctx.axis)(), None
 
 
 class _Exchanged(torch.autograd.Function):

@@ -12,6 +12,7 @@ from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import skip_infinite_updates
 from largetrain.models import layers
 from largetrain.models.decoder import Decoder
+from largetrain.models.rotary import rotary_table, rotate
 from largetrain.parallel.axes import Axes, make_axes
 from largetrain.parallel.shards import Shard, mark, shard_of
 from tests.distributed.parity.harness import Disturbed
@@ -207,15 +208,20 @@ def test_four_all_reduces_of_the_activations_per_layer(style, recompute):
     }
 
 
-def test_sequence_parallelism_sends_the_same_bytes_as_reduce_scatter_and_all_gather():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_sequence_parallelism_sends_the_same_bytes_as_reduce_scatter_and_all_gather(recompute):
     """Korthikanti et al. 2022: each all-reduce becomes a reduce-scatter and an all-gather of the same elements. A
-    layer: all-gather and reduce-scatter around attention and feed-forward, forward and backward; the norms' weights
-    and the rows' biases get their gradients summed, each norm's two in one.
+    layer: all-gather and reduce-scatter around attention and feed-forward, forward and backward. Their inputs are
+    gathered again in the backward pass instead of kept, as the paper has it (section 4.2.2): one more each. The norms'
+    weights and the rows' biases get their gradients summed, each norm's two in one.
+    With recomputation another all-gather each, and one reduce-scatter: the second's result is not needed.
     """
-    found = run_ranks(sent, 2, True, False, "gpt", 4, 1024)[0]
+    found = run_ranks(sent, 2, True, recompute, "gpt", 4, 1024)[0]
     assert found == {
-        ("all_gather", ACTIVATION): 4 * LAYERS + 2,  # and the embedding's gradient, and the head's input
-        ("reduce_scatter", ACTIVATION): 4 * LAYERS + 2,  # and the embedding, and the gradient of the head's input
+        # and those of the embedding's gradient and of the head's input
+        ("all_gather", ACTIVATION): (8 if recompute else 6) * LAYERS + 2,
+        # and those of the embedding and of the gradient of the head's input
+        ("reduce_scatter", ACTIVATION): (5 if recompute else 4) * LAYERS + 2,
         ("all_reduce", 2 * HIDDEN): 2 * LAYERS + 1,
         ("all_reduce", HIDDEN): 2 * LAYERS,
         ("all_reduce", SEQ * HIDDEN): 1,  # learned positions
@@ -264,6 +270,49 @@ def test_an_update_sends_the_gradients_of_its_parts_among_replicas():
     assert [m.elements for m in among_replicas].count(1) == 2
     assert [m.elements for m in within_tensor].count(1) == 1
     assert sum(m.elements for m in with_zero if m.kind in ("all_reduce", "reduce")) >= own
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def kept_by_a_block(sequence_parallel, style):
+    """Body of a rank: elements that autograd keeps of one block, of a whole activation; live storages counted once."""
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    axes = make_axes(Layout(ranks, tensor=ranks, sequence_parallel=sequence_parallel and ranks > 1))
+    spec = small_spec(style, heads=4, kv_heads=4, ffn_hidden=128, seq_len=SEQ)
+    block = Decoder(spec, axes).blocks[0]
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights and tensor.dtype == torch.float32:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
+        return tensor
+
+    part = SEQ // ranks if axes.sequence_parallel else SEQ
+    x = torch.randn(BATCH, part, HIDDEN, requires_grad=True)
+    rotate(torch.zeros(1, SEQ, 8), 1e4)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x)
+    tables = [table.untyped_storage().data_ptr() for table in rotary_table(SEQ, 8, 1e4, x.device, x.dtype)]
+    statistics = BATCH * part * (2 * 2 if style == "gpt" else 2)  # of the two norms, one or two numbers per token
+    logsumexp = BATCH * SEQ * 4 // ranks  # of attention, one number per head and token
+    found = sum(elements for storage, elements in kept.items() if storage not in tables)
+    return (found - statistics - logsumexp) / ACTIVATION
+
+
+@pytest.mark.parametrize(("style", "between"), [("gpt", 4), ("llama", 6)])
+def test_sequence_parallelism_divides_all_that_a_layer_keeps(style, between):
+    """In activations of b x s x h: both norms keep their input, and their output is kept for the next product
+    (Korthikanti et al. 2022 count 2 x (2 + 2) bytes per element of these four, table 2); the rest is divided by tensor
+    parallelism alone. Torch's RMSNorm on a CPU keeps its normalised input as well.
+    """
+    (whole,) = run_ranks(kept_by_a_block, 1, False, style)
+    assert whole > between
+    for ranks in (2, 4):
+        assert run_ranks(kept_by_a_block, ranks, False, style)[0] == between + (whole - between) / ranks
+        assert run_ranks(kept_by_a_block, ranks, True, style)[0] == whole / ranks
 
 
 # ---------------------------------------------------------------- DeepSpeed's view
