@@ -214,8 +214,16 @@ def _on_deepspeed(resolved: Resolved) -> tuple[Any, Callable[[], tuple[dict[str,
     return backend, lambda: gathered_weights(backend)
 
 
+def _on_pipeline(resolved: Resolved) -> tuple[Any, Callable[[], tuple[dict[str, Tensor], bool]]]:
+    from tests.distributed.parity.pipeline import gathered_weights, pipeline_backend
+
+    backend = pipeline_backend(resolved, join)
+    return backend, lambda: gathered_weights(backend)
+
+
 BACKENDS: dict[str, Callable[[Resolved], tuple[Any, Callable[[], tuple[dict[str, Tensor], bool]]]]] = {
     "deepspeed": _on_deepspeed,
+    "pipeline": _on_pipeline,
 }
 """Name -> from a resolved run to the backend of this rank, and what gathers its whole weights as `gathered_weights`."""
 

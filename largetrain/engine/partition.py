@@ -1,0 +1,277 @@
+"""Which layers a pipeline stage gets: what each layer costs, and the cut that keeps the largest stage smallest."""
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from largetrain.errors import ConfigError
+from largetrain.models.stages import NamedLayer
+
+KEY = "parallel.partition"
+IMBALANCE = 0.15
+"""From here on the report suggests something else."""
+ELEMENTWISE = 8  # operations per element that a layer without products is taken for
+TIMED = 3  # runs of each layer, after one that warms up
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes, for one micro-batch."""
+
+    name: str
+    kind: str
+    """Name of its class."""
+    parameters: int
+    flops: float
+    """Of the forward pass."""
+    saved_bytes: int
+    """Activations that its backward pass needs."""
+    seconds: float = 0.0
+    """Forward and backward, where it was measured."""
+
+
+def layer_costs(
+    layers: Sequence[NamedLayer], sample: Tensor, dtype: torch.dtype, timed: bool = False
+) -> list[LayerCost]:
+    """Run every layer once on a sample, one at a time, so that never more than one of them exists.
+
+    Args:
+        layers: undivided by tensor parallelism.
+        sample: input of the first layer for one micro-batch; its device is where they are built and run.
+        dtype: in which the run computes.
+        timed: measure forward and backward as well.
+    """
+    costs, value = [], sample
+    tables: dict[str, Tensor] = {}
+    wanted = {layer.tied_to for layer in layers}
+    for layer in layers:
+        module = _built(layer, tables, sample.device)
+        if layer.name in wanted:
+            tables[layer.name] = module.weight  # type: ignore[assignment]
+        cost, value = _cost(layer, module, value, timed)
+        costs.append(cost)
+    half = torch.finfo(dtype).bits < 32
+    return [_in_half(cost) for cost in costs] if half else costs
+
+
+def _in_half(cost: LayerCost) -> LayerCost:
+    return LayerCost(cost.name, cost.kind, cost.parameters, cost.flops, cost.saved_bytes // 2, cost.seconds)
+
+
+def _built(layer: NamedLayer, tables: dict[str, Tensor], device: torch.device) -> nn.Module:
+    with torch.device(device):
+        return layer.build(*([] if layer.tied_to is None else [tables[layer.tied_to]]))
+
+
+def _cost(layer: NamedLayer, module: nn.Module, value: Tensor, timed: bool) -> tuple[LayerCost, Tensor]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()  # statistics of batch norms must not move
+    saved = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        if not isinstance(tensor, nn.Parameter):
+            saved += tensor.numel() * tensor.element_size()
+        return tensor
+
+    inputs = value.detach().requires_grad_(value.is_floating_point())
+    counter = FlopCounterMode(display=False)
+    with counter, saved_tensors_hooks(note, lambda tensor: tensor):
+        output = module(_given(inputs))
+    seconds = _seconds(module, inputs) if timed else 0.0
+    for part, mode in modes:
+        part.training = mode
+    own = [p for p in module.parameters() if p.requires_grad]
+    parameters = sum(p.numel() for p in own) if layer.tied_to is None else 0
+    flops = counter.get_total_flops() + ELEMENTWISE * output.numel()
+    return LayerCost(layer.name, type(module).__name__, parameters, flops, saved, seconds), output.detach()
+
+
+def _given(inputs: Tensor) -> Tensor:
+    """As a stage gets it: no leaf, so that a layer may work in place."""
+    return inputs.clone() if inputs.requires_grad else inputs
+
+
+def _seconds(module: nn.Module, inputs: Tensor) -> float:
+    """Smallest time of a forward and backward pass; gradients are thrown away."""
+    wanted: list[Tensor] = [p for p in [inputs, *module.parameters()] if p.requires_grad]
+    times = []
+    for _ in range(TIMED + 1):
+        _wait(inputs.device)
+        started = time.perf_counter()
+        output = module(_given(inputs))
+        if wanted and output.requires_grad:
+            torch.autograd.grad(output.sum(), wanted, allow_unused=True)
+        _wait(inputs.device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def weights_of(method: str, costs: Sequence[LayerCost]) -> list[float]:
+    """What the sizes of stages are counted in.
+
+    Raises:
+        ConfigError: the method is unknown, or its regular expression fits no layer or is none.
+    """
+    simple: dict[str, Callable[[LayerCost], float]] = {
+        "cost": lambda cost: cost.flops,
+        "parameters": lambda cost: float(cost.parameters),
+        "uniform": lambda cost: 1.0,
+        "time": lambda cost: cost.seconds,
+    }
+    if method in simple:
+        return [simple[method](cost) for cost in costs]
+    kind, colon, pattern = method.partition(":")
+    if kind != "type" or not colon:
+        raise ConfigError(
+            f"{KEY}: {method!r} is none of cost, parameters, uniform, time, type:REGEX, or a list of numbers of layers."
+        )
+    try:
+        fits = [float(bool(re.search(pattern, cost.kind, re.IGNORECASE))) for cost in costs]
+    except re.error as error:
+        raise ConfigError(f"{KEY}: {pattern!r} is no regular expression ({error}).") from error
+    if not any(fits):
+        kinds = ", ".join(dict.fromkeys(cost.kind for cost in costs))
+        raise ConfigError(f"{KEY}: no layer's class fits {pattern!r}; there are {kinds}.")
+    return fits
+
+
+def balanced(weights: Sequence[float], stages: int) -> list[int]:
+    """Bounds of `stages` runs of layers, none empty, whose largest sum is smallest; of equal ones the most even.
+
+    Exact, by dynamic programming over (stages, layers).
+
+    Returns:
+        stages + 1 indices, from 0 to the number of layers.
+    """
+    count = len(weights)
+    assert 1 <= stages <= count, (stages, count)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best: list[dict[int, tuple[float, float, list[int]]]] = [{0: (0.0, 0.0, [0])}]
+    for stage in range(1, stages + 1):
+        row = {}
+        for end in range(stage, count - (stages - stage) + 1):
+            row[end] = min(
+                (
+                    (max(top, size), squares + size * size, [*bounds, end])
+                    for begin, (top, squares, bounds) in best[-1].items()
+                    if begin < end
+                    for size in [sums[end] - sums[begin]]
+                ),
+                key=lambda choice: choice[:2],
+            )
+        best.append(row)
+    return best[-1][count][2]
+
+
+def bounds_of(partition: str | list[int], costs: Sequence[LayerCost], stages: int) -> list[int]:
+    """Bounds of the stages by `parallel.partition`.
+
+    Raises:
+        ConfigError: more stages than layers, or a list that does not add up.
+    """
+    if stages > len(costs):
+        raise ConfigError(f"parallel.pipeline_stages: {stages} stages for {len(costs)} layers; write at most that.")
+    if isinstance(partition, str):
+        return balanced(weights_of(partition, costs), stages)
+    if sum(partition) != len(costs) or len(partition) != stages:
+        names = ", ".join(cost.name for cost in costs)
+        raise ConfigError(
+            f"{KEY}: {partition} adds up to {sum(partition)} layers in {len(partition)} stages, but there are "
+            f"{len(costs)} layers ({names}) for {stages} stages."
+        )
+    bounds = [0]
+    for length in partition:
+        bounds.append(bounds[-1] + length)
+    return bounds
+
+
+def shares_of(bounds: Sequence[int], costs: Sequence[LayerCost]) -> list[float]:
+    """Predicted share of the time of each stage: by measured seconds where there are some, else by operations."""
+    sizes = [cost.seconds or cost.flops for cost in costs]
+    sums = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    return [part / sum(sums) for part in sums]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank keeps per parameter and per micro-batch."""
+
+    bytes_per_parameter: float
+    micro_batches: int
+    tensor: int = 1
+
+
+def memory_of(engine_config: dict[str, Any], micro_batches: int, data: int, tensor: int) -> Memory:
+    """By the usual count (Rajbhandari et al. 2020): weights, gradients and Adam's two moments, fp32 masters in half.
+
+    Args:
+        data: ranks that ZeRO-1 divides the optimizer state over.
+    """
+    half = any(engine_config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+    stage = int(engine_config.get("zero_optimization", {}).get("stage", 0))
+    state = 12 if half or stage else 8  # masters and moments
+    return Memory((4 if half else 8) + state / (data if stage else 1), micro_batches, tensor)
+
+
+def partition_report(bounds: Sequence[int], costs: Sequence[LayerCost], memory: Memory, partition: Any) -> list[str]:
+    """The table of stages, and what would be more even where they are not."""
+    stages = len(bounds) - 1
+    shares = shares_of(bounds, costs)
+    rows = [["stage", "layers", "", "parameters", "time", "memory"]]
+    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        own = costs[begin:end]
+        parameters = sum(cost.parameters for cost in own) / memory.tensor
+        in_flight = min(memory.micro_batches, stages - stage)
+        saved = in_flight * sum(cost.saved_bytes for cost in own) / memory.tensor
+        total = parameters * memory.bytes_per_parameter + saved
+        names = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
+        rows.append(
+            [
+                str(stage),
+                str(len(own)),
+                names,
+                f"{parameters:,.0f}",
+                f"{shares[stage]:.0%}",
+                f"{total / 2**20:,.0f} MiB",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return [
+        f"stages by {partition}: predicted share of time and memory of a rank",
+        *lines,
+        *_advice(shares, costs, bounds),
+    ]
+
+
+def _advice(shares: Sequence[float], costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[str]:
+    excess = max(shares) * len(shares) - 1
+    if excess <= IMBALANCE:
+        return []
+    worst = shares.index(max(shares))
+    line = f"note: stage {worst} takes {excess:.0%} more time than the mean, and all others wait for it"
+    measured = "time" if any(cost.seconds for cost in costs) else "cost"
+    better = balanced(weights_of(measured, costs), len(shares))
+    even = max(shares_of(better, costs)) * len(shares) - 1
+    if even < excess - 0.01:
+        lengths = [end - begin for begin, end in itertools.pairwise(better)]
+        return [f"{line}; parallel.partition: {lengths} would leave {even:.0%}"]
+    return [f"{line}; no other cut is more even: fewer stages, or more and smaller layers, would be"]

@@ -1,0 +1,272 @@
+"""The `pipeline` backend: stages of layers on DeepSpeed's PipelineModule and PipelineEngine, micro-batches by 1F1B.
+
+Where DeepSpeed 0.19 does not do what a run needs: its loss is a mean of means over micro-batches, here every target
+weighs the same; its partition methods are replaced by `engine/partition`; it puts all modules into training mode.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from largetrain.config.layout import Layout, Place
+from largetrain.engine.base import MicroBatch, StepResult
+from largetrain.engine.deepspeed import dtype_of, stage_of
+from largetrain.engine.deepspeed_state import EngineState
+from largetrain.engine.half_on_cpu import half_arithmetic
+from largetrain.engine.held import whole_shape
+from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
+from largetrain.engine.pipeline_module import Stage, pipeline_module
+from largetrain.engine.schedules import FactorSchedule
+from largetrain.engine.startup import spared_compiler_imports
+from largetrain.engine.sums import UpdateSums, evaluation_sums
+from largetrain.models.staged import StagedModel
+from largetrain.parallel.axes import Axes
+from largetrain.parallel.pieces import Pieces, Snapshot
+from largetrain.tasks.base import Task
+
+INPUTS = ("input_ids", "images")  # of a batch: what the first layer takes
+PIPELINE = {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0}
+Grouping = Callable[[dict[str, nn.Parameter]], Groups | None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut."""
+
+    layout: Layout
+    bounds: list[int]
+    """First layer of each stage, and the number of layers."""
+    recomputed: bool = False
+    """This rank's stage keeps no activations of its layers but runs them again."""
+
+
+class PipelineBackend:
+    """Runs optimizer steps through DeepSpeed's pipeline engine.
+
+    Args:
+        model: layers, of which this rank builds those of its stage.
+        cut: the stages.
+        task: gives the weight and the loss sum of a batch.
+        engine_config: the resolved engine JSON as a dict; ZeRO stage 0 or 1.
+        device: where batches go.
+        grouping: from this rank's parameters, by their names in the whole model, to groups for the optimizer; None:
+            all trainable parameters alike.
+        factor: update number -> factor on the learning rate, in place of the JSON's scheduler.
+        axes: this rank's groups, of the layout.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        cut: Cut,
+        task: Task,
+        engine_config: dict[str, Any],
+        device: torch.device,
+        grouping: Grouping | None = None,
+        factor: Callable[[int], float] | None = None,
+        axes: Axes | None = None,
+    ):
+        import deepspeed
+
+        assert axes is not None
+        served = {**deepcopy(engine_config), "pipeline": PIPELINE}
+        self.notes = check_optimizer(served, device.type)
+        self.dtype = dtype_of(served)
+        self.task, self.device, self.axes, self.layout = task, device, axes, cut.layout
+        self.accumulation = int(served["gradient_accumulation_steps"])
+        self._stage = Stage(model, cut.bounds, cut.layout, cut.recomputed)
+        self._module = pipeline_module(self._stage, self._loss)
+        named = self._stage.named_parameters()
+        zero_stage = stage_of(served)
+        groups = grouping(named) if grouping is not None else None
+        parameters = [parameter for parameter in named.values() if parameter.requires_grad]
+        trained: Any = groups if groups is not None and len(groups) > 1 else parameters
+        clip = float(served["gradient_clipping"])
+        if zero_stage == 0:
+            served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
+        with spared_compiler_imports(served):
+            optimizer = torch_adam(served, trained)
+            if optimizer is not None:
+                served.pop("optimizer")
+            self.engine, *_ = deepspeed.initialize(
+                model=self._module,
+                model_parameters=trained,
+                optimizer=optimizer,
+                lr_scheduler=None if factor is None else lambda made: FactorSchedule(made, factor),
+                config=served,
+            )
+        if zero_stage == 0:
+            skip_infinite_updates(self.engine.optimizer, parameters, clip, axes)
+        self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
+        self.notes += notes
+        self._state = EngineState(self.engine, zero_stage, self.dtype, named, self._stage.named_buffers, axes)
+        self._shapes = self._all_shapes()
+        self._tied = {f"{layer.name}.weight": f"{layer.tied_to}.weight" for layer in model.layers if layer.tied_to}
+        self._pending: list[MicroBatch] = []
+        self._on_output: Callable[[Callable[..., Any], MicroBatch], Tensor] | None = None
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update, of parameters without a factor."""
+        return self._state.lr
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of the next update; 1.0 without fp16."""
+        return self._state.loss_scale
+
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
+        """Pull exactly gradient_accumulation_steps items, then update once.
+
+        The loss is the sum over valid targets divided by their count over the whole global batch. Only the last stage
+        has it; all ranks are told.
+        """
+        batches = [next(micro_batches) for _ in range(self.accumulation)]
+        sums = None
+        if self._stage.is_last:
+            sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device, self.axes.data)
+        lr, scale = self.lr, self.loss_scale
+
+        def loss(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
+            assert sums is not None
+            loss_sum = self.task.loss_sum(model, batch)  # type: ignore[arg-type]
+            sums.add(loss_sum, last=len(sums.losses) == self.accumulation - 1)
+            return sums.scaled(loss_sum, self.accumulation)
+
+        self.engine.reset_activation_shape()
+        with self._arithmetic():
+            self._run(loss, batches, self.engine.train_batch)
+        mean, tokens = self._tell(sums)
+        applied, exhausted = self._state.finish_update(scale)
+        return StepResult(
+            loss=mean,
+            lr=lr,
+            grad_norm=self.engine.get_global_grad_norm(),
+            loss_scale=scale,
+            applied=applied,
+            tokens=tokens,
+            scale_exhausted=exhausted,
+            local_losses=tuple(sums.losses) if sums is not None else (),
+            sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
+        )
+
+    def _tell(self, sums: UpdateSums | None) -> tuple[Tensor, int]:
+        """Mean loss and weight of the update, from the last stage to all."""
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if sums is not None:
+            loss, tokens = sums.finish()
+            told[0], told[1] = loss, tokens
+        if self.axes.stages.size > 1:
+            dist.broadcast(told, self._last_rank(), group=self.axes.stages.group)
+        return told[0].float(), int(told[1])
+
+    def _from_last(self, value: Any) -> Any:
+        """The last stage's object, on all stages."""
+        held = [value]
+        if self.axes.stages.size > 1:
+            dist.broadcast_object_list(held, self._last_rank(), group=self.axes.stages.group, device=self.device)
+        return held[0]
+
+    def _last_rank(self) -> int:
+        """The rank of the last stage that works on the same samples."""
+        place = self.layout.place(dist.get_rank())
+        return self.layout.rank(Place(self.layout.stages - 1, place.data, place.sequence, place.tensor))
+
+    def _run(
+        self,
+        on_output: Callable[[Callable[..., Any], MicroBatch], Tensor],
+        batches: list[MicroBatch],
+        run: Callable[[Iterator[Any]], Any],
+    ) -> None:
+        """Send micro-batches through the stages.
+
+        Args:
+            on_output: called on the last stage, in order, with what stands for the model and the batch.
+        """
+        self._pending, self._on_output = list(batches), on_output
+        nothing = torch.zeros(())  # the labels that DeepSpeed wants: the batch itself waits in _pending
+        run(iter([(self._input(batch) if self._stage.is_first else nothing, nothing) for batch in batches]))
+        assert not self._stage.is_last or not self._pending, "a micro-batch came out that did not go in"
+
+    def _input(self, batch: MicroBatch) -> Tensor:
+        (key,) = [key for key in INPUTS if key in batch]
+        value: Tensor = batch[key].to(self.device, non_blocking=True)
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def _loss(self, outputs: Tensor, nothing: Tensor) -> Tensor:
+        """What DeepSpeed calls on the last stage, once for each micro-batch."""
+        assert self._on_output is not None
+        batch = self._pending.pop(0)
+        moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        last = self._stage.last
+
+        def model(inputs: Tensor, *labels: Tensor) -> Any:
+            return outputs if last is None else last(outputs, *labels)
+
+        return self._on_output(model, moved)
+
+    def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
+        """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
+        totals = evaluation_sums(self._evaluated(batches), lambda sums: sums, self.axes.data)
+        totals = self._from_last(totals)
+        return self.task.metrics(totals) if totals else {}
+
+    def _evaluated(self, batches: Iterator[MicroBatch]) -> Iterator[dict[str, Tensor]]:
+        """The task's sums of each batch; nothing where this rank is not in the last stage."""
+        found: list[dict[str, Tensor]] = []
+
+        def evaluate(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
+            found.append(self.task.evaluate(model, batch))  # type: ignore[arg-type]
+            return torch.zeros((), device=self.device)
+
+        while some := list(islice(batches, 2 * self.layout.stages)):
+            self._infer(evaluate, some)
+            yield from found
+            found.clear()
+
+    def _infer(self, on_output: Callable[[Callable[..., Any], MicroBatch], Tensor], batches: list[MicroBatch]) -> None:
+        self.engine.reset_activation_shape()
+        with torch.no_grad(), self._arithmetic():
+            self._run(on_output, batches, lambda items: self.engine.eval_batch(items, num_micro_batches=len(batches)))
+
+    def preview(self, batch: MicroBatch) -> Tensor | None:
+        """The task's picture of what the model makes of `batch`, equal on the stages; called on every rank."""
+        drawn: list[Tensor | None] = []
+
+        def draw(model: Callable[..., Any], moved: MicroBatch) -> Tensor:
+            drawn.append(self.task.preview(model, moved))  # type: ignore[arg-type]
+            return torch.zeros((), device=self.device)
+
+        self._infer(draw, [batch])
+        picture: Tensor | None = self._from_last(drawn[0] if drawn else None)
+        return picture
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights and buffers of the whole model by name, tied ones under their first name."""
+        return dict(self._shapes)
+
+    def _all_shapes(self) -> dict[str, tuple[int, ...]]:
+        mine = {name: whole_shape(parameter) for name, parameter in self._state.named.items()}
+        mine |= {name: tuple(buffer.shape) for name, buffer in self._stage.named_buffers().items()}
+        found: list[Any] = [mine] * self.axes.stages.size
+        if self.axes.stages.size > 1:
+            dist.all_gather_object(found, mine, group=self.axes.stages.group)
+        return {name: shape for theirs in found for name, shape in theirs.items()}
+
+    def snapshot(self) -> Snapshot:
+        """This rank's part of weights, optimizer state and loss scale; collective."""
+        return self._state.snapshot(self._tied)
+
+    def restore(self, pieces: Pieces, same_layout: bool) -> None:
+        """See `EngineState.restore`."""
+        self._state.restore(pieces, same_layout, self.accumulation)
+
+    def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
+        """Take weights and buffers alone, of these names or all of them; collective."""
+        self._state.load_weights(pieces, names)
