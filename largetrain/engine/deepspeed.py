@@ -34,6 +34,7 @@ from largetrain.engine.loss_scale import moving_scale, restore_scale
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
+from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
@@ -131,13 +132,15 @@ class DeepSpeedBackend:
         self.task, self.device = task, device
         self.accumulation = int(served["gradient_accumulation_steps"])
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # a single group goes as a plain list: that is what DeepSpeed's optimizers and offload were tried with
-        several = groups is not None and len(groups) > 1
-        trained: Any = groups if several else parameters
         clip = float(served["gradient_clipping"])
         divided = AutoTensor(model, self.axes.tensor) if needs_auto_tensor(model, self.axes.tensor) else None
         if divided is not None:
             served["tensor_parallel"] = divided.section
+        else:
+            groups = kept_apart(groups or [{"params": parameters}], self.axes)
+        # a single group goes as a plain list: that is what DeepSpeed's optimizers and offload were tried with
+        several = groups is not None and len(groups) > 1
+        trained: Any = groups if several else parameters
         if self.stage == 0:
             served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
         with spared_compiler_imports(served):
@@ -156,6 +159,7 @@ class DeepSpeedBackend:
             self.notes.append(f"parallel.tensor_parallel: {divided.mark_shards(model)} matrices divided by their plan")
         if self.stage == 0:
             skip_infinite_updates(self.optimizer, parameters, clip, self.axes)
+        take_first_gradients(self.optimizer, self.stage, parameters, self.axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
         self._scale_is_dynamic = self._defer_loss_scale()
