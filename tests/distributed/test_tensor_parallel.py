@@ -3,6 +3,8 @@
 `python -m tests.sweeps.parallel_parity` measures every cell; here is a core of them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +12,11 @@ import torch.distributed as dist
 from largetrain.config.layout import Layout
 from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import skip_infinite_updates
+from largetrain.engine.replicas import take_first_gradients
 from largetrain.models import layers
 from largetrain.models.decoder import Decoder
 from largetrain.models.rotary import rotary_table, rotate
-from largetrain.parallel.axes import Axes, make_axes
+from largetrain.parallel.axes import Axes, Axis, make_axes
 from largetrain.parallel.shards import Shard, mark, shard_of
 from tests.distributed.parity.harness import Disturbed
 from tests.distributed.parity.parallel import (
@@ -57,8 +60,6 @@ def test_updates_equal_those_of_one_process():
 
 def replicas_of(cell, updates, dropout):
     """Body of a rank: this rank's copies of what is not divided, after some updates with dropout."""
-    from dataclasses import replace
-
     resolved = cell.resolve()
     resolved = replace(resolved, decoder=replace(resolved.decoder, dropout=dropout))
     backend = deepspeed_backend(resolved)
@@ -72,6 +73,7 @@ def replicas_of(cell, updates, dropout):
 
 def replicas_of_both():
     cells = [Cell(tensor=2, zero=0, style="gpt"), Cell(tensor=2, zero=1, style="gpt", sequence_parallel=True)]
+    cells.append(Cell(tensor=2, zero=2, style="gpt", tied=True))  # the vocabulary's parts shift what follows by 24
     return [replicas_of(cell, 50, 0.1) for cell in cells]
 
 
@@ -81,6 +83,32 @@ def test_replicas_stay_equal_to_the_bit():
         assert losses == other_losses and losses[-1] < losses[0]
         assert len(weights) == 4 * 2 + 2 * 2 + 2 + 1  # norms, biases of rows, final norm, positions
         assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+def parted(stage, together):
+    """Body of a rank: whether replicas are equal after updates whose gradients of them differed between the ranks."""
+    resolved = Cell(tensor=2, zero=stage, style="gpt").resolve()
+    backend = deepspeed_backend(resolved)
+    parameters = list(backend.engine.module.parameters())
+    if together:  # as with three replicas, whose sums may be made in another order
+        axes = replace(backend.axes, replicas=Axis(0, 3))
+        take_first_gradients(backend.optimizer, stage, parameters, axes)
+    if dist.get_rank() == 1:
+        for parameter in parameters:
+            if shard_of(parameter) is None:
+                parameter.register_hook(lambda grad: grad * 1.001)
+    for batch in toy_batches(3, GLOBAL_BATCH, SEQ_LEN, VOCAB):
+        backend.train_step(iter(rank_parts(resolved, batch, dist.get_rank())))
+    return gathered_weights(backend)[1]
+
+
+def parted_at_all_stages():
+    return [(parted(stage, False), parted(stage, True)) for stage in range(4)]
+
+
+def test_replicas_take_the_first_ranks_sums():
+    """Which a run does where the order of a sum over replicas may differ between tensor ranks."""
+    assert run_ranks(parted_at_all_stages, 2, timeout=120) == [[(False, True)] * 4] * 2
 
 
 # ---------------------------------------------------------------- the gradient norm
