@@ -229,12 +229,14 @@ class Guard(Callback):
     def _cause(self, moment: Moment) -> str:
         """Which ranks and samples had a non-finite loss; collective, all ranks get the same words."""
         result = moment.result
-        per_batch = len(result.sample_ids) // len(result.local_losses)
-        bad = [
-            result.sample_ids[index * per_batch : (index + 1) * per_batch]
-            for index, finite in enumerate(torch.isfinite(torch.stack(result.local_losses)).tolist())
-            if not finite
-        ]
+        bad = []
+        if result.local_losses:  # only the last pipeline stage has them
+            per_batch = len(result.sample_ids) // len(result.local_losses)
+            bad = [
+                result.sample_ids[index * per_batch : (index + 1) * per_batch]
+                for index, finite in enumerate(torch.isfinite(torch.stack(result.local_losses)).tolist())
+                if not finite
+            ]
         found = _gather([i for ids in bad for i in ids] if bad else None)
         if all(ids is None for ids in found):
             return "gradients are not finite while every loss is"
@@ -242,7 +244,7 @@ class Guard(Callback):
 
     def _samples(self, moment: Moment) -> str:
         """All samples of the update, for a cause that names none; collective."""
-        found = _gather(list(moment.result.sample_ids))
+        found = _gather(list(moment.result.sample_ids) or None)
         return f"Samples of this update: {_by_rank(found)}. "
 
 

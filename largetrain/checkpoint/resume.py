@@ -43,7 +43,7 @@ LAYOUT = {
     "world_size": "number of ranks",
     "tensor_parallel": "parallel.tensor_parallel",
     "pipeline_stages": "parallel.pipeline_stages",
-    "partition": "parallel.partition",
+    "stage_bounds": "first layers of the pipeline stages",
     "sequence_parallel": "parallel.sequence_parallel",
     "ulysses": "parallel.ulysses",
     "zero_stage": "zero_optimization.stage",
@@ -53,7 +53,7 @@ LAYOUT = {
     "groups": "parameters",
 }
 # what checkpoints from before there was such a key were trained with
-ABSENT = {"tensor_parallel": 1, "pipeline_stages": 1, "partition": "cost", "sequence_parallel": False, "ulysses": 1}
+ABSENT = {"tensor_parallel": 1, "pipeline_stages": 1, "stage_bounds": [], "sequence_parallel": False, "ulysses": 1}
 # what may change -> its name in messages
 FREE = {
     "dtype": "precision (fp16/bf16.enabled)",

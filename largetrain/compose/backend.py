@@ -1,12 +1,14 @@
 """From a resolved run, its model and its data to the backend that trains it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from largetrain.compose.model import Say, make_model, make_task, treat_batch_norms
+from largetrain.compose.stages import make_stages
 from largetrain.config.layout import Layout
 from largetrain.config.resolved import Resolved
 from largetrain.config.schedule_rules import updates_of
@@ -15,13 +17,15 @@ from largetrain.data.build import DataBundle
 from largetrain.engine.ddp import DdpBackend
 from largetrain.engine.deepspeed import DeepSpeedBackend
 from largetrain.engine.ema import Ema
+from largetrain.engine.pipeline import PipelineBackend
+from largetrain.engine.pipeline_module import Stage
 from largetrain.errors import ConfigError, on_every_rank
 from largetrain.optim.groups import groups_report, parameter_groups
 from largetrain.optim.schedules import schedule_factor
 from largetrain.parallel.axes import Axes
 from largetrain.train.state import seed_rank
 
-AnyBackend = DdpBackend | DeepSpeedBackend
+AnyBackend = DdpBackend | DeepSpeedBackend | PipelineBackend
 
 
 @on_every_rank()
@@ -38,11 +42,9 @@ def make_backend(
     """
     model, resolved = make_model(resolved, data.info, axes, say)
     run = resolved.run
-    treat_batch_norms(model, resolved, _images_shape(run), local_world_size, say)
+    if model is not None:
+        treat_batch_norms(model, resolved, _images_shape(run), axes, local_world_size, say)
     task = make_task(resolved, data.info)
-    groups = parameter_groups(model, run.parameters)
-    for line in groups_report(groups):
-        say(line)
     factor = None
     if run.schedule is not None:
         factor = schedule_factor(run.schedule, data.info.total_steps, data.info.steps_per_epoch)
@@ -50,6 +52,17 @@ def make_backend(
         if warmup >= data.info.total_steps:
             say(f"note: the warm-up of {warmup} updates is not shorter than the run of {data.info.total_steps}")
     backend: AnyBackend
+    if resolved.backend == "pipeline":
+        _check_vision_keys(run, resolved.backend)
+        staged, cut = make_stages(resolved, model, axes, device, say)
+        grouping = partial(stage_groups, resolved, axes, say)
+        backend = PipelineBackend(staged, cut, task, resolved.engine, device, grouping, factor, axes)
+        seed_rank(run.seed, dropout_stream(resolved.layout, dist.get_rank()))
+        return backend, resolved
+    assert model is not None
+    groups = parameter_groups(model, run.parameters)
+    for line in groups_report(groups):
+        say(line)
     if resolved.backend == "ddp":
         vision = run.model if isinstance(run, ClassificationRun | SegmentationRun) else None
         backend = DdpBackend(
@@ -65,7 +78,7 @@ def make_backend(
             allow_unused=vision is not None and vision.allow_unused_parameters,
         )
     else:
-        _check_vision_keys(run)
+        _check_vision_keys(run, "deepspeed")
         backend = DeepSpeedBackend(model, task, resolved.engine, device, groups, factor, axes)
     seed_rank(run.seed, dropout_stream(resolved.layout, dist.get_rank()))
     return backend, resolved
@@ -76,8 +89,26 @@ def dropout_stream(layout: Layout, rank: int) -> int:
     return rank // layout.tensor
 
 
-def _check_vision_keys(run: Any) -> None:
-    """Refuse what the deepspeed backend would ignore.
+def stage_groups(resolved: Resolved, axes: Axes, say: Say, stage: Stage) -> list[dict[str, Any]]:
+    """Parameter groups of one pipeline stage; a collective over the stages.
+
+    Raises:
+        ConfigError: a prefix fits nothing in any stage, or a stage has nothing to train.
+    """
+    named = stage.named_parameters()
+    found = [list(named)] * axes.stages.size
+    if axes.stages.size > 1:
+        dist.all_gather_object(found, list(named), group=axes.stages.group)
+    all_names = [name for names in found for name in names]
+    part = torch.nn.ModuleList(stage.layers.values())
+    groups = parameter_groups(part, resolved.run.parameters, {p: name for name, p in named.items()}, all_names)
+    for line in groups_report(groups):
+        say(f"stage {stage.place.stage}: {line}")
+    return groups
+
+
+def _check_vision_keys(run: Any, backend: str) -> None:
+    """Refuse what the backend would ignore.
 
     Raises:
         ConfigError: one line for each key.
@@ -85,7 +116,7 @@ def _check_vision_keys(run: Any) -> None:
     keys = ("compile", "channels_last", "allow_unused_parameters")
     given = [key for key in keys if getattr(run.model, key, False)]
     if given:
-        text = "belongs to backend ddp, and this model runs on deepspeed; remove it, or write backend: ddp."
+        text = f"belongs to backend ddp, and this model runs on {backend}; remove it, or write backend: ddp."
         raise ConfigError(f"model.{key}: {text}" for key in given)
 
 

@@ -22,6 +22,7 @@ from largetrain.config.schema import ParallelConfig
 from largetrain.data.build import DataBundle
 from largetrain.engine.deepspeed import dtype_of, offload_of, stage_of
 from largetrain.engine.held import OPTIMIZER
+from largetrain.engine.pipeline import PipelineBackend
 from largetrain.errors import EXIT_DONE, ConfigError, LargetrainError, on_every_rank
 from largetrain.train.state import TrainState, restore_random_state, seed_rank
 
@@ -37,9 +38,8 @@ PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MOMENTS = {"sgd": 1, "lion": 1, "adagrad": 1, "muon": 1, "adafactor": 0, "rprop": 2, "rmsprop": 1}
 
 
-# of the parallel section: what decides where tensors lie, and which of it decides who draws which random numbers
-DEGREES = ("tensor_parallel", "pipeline_stages", "sequence_parallel", "ulysses", "partition")
-STREAMS = DEGREES[:4]
+# of the parallel section: what decides where tensors lie, and who draws which random numbers
+DEGREES = ("tensor_parallel", "pipeline_stages", "sequence_parallel", "ulysses")
 
 
 class AlreadyComplete(LargetrainError):
@@ -68,7 +68,7 @@ def take_up(
     backend.restore(pieces, same_layout(start, facts))
     assert start.saved is not None
     alone = ParallelConfig().model_dump()  # what checkpoints from before there was such a section say nothing of
-    same = all(start.saved.get(key, alone[key]) == facts[key] for key in STREAMS)
+    same = all(start.saved.get(key, alone[key]) == facts[key] for key in DEGREES)
     if same and start.saved["world_size"] == world.world_size:
         restore_random_state(pieces.own(world.rank)["random"], device)
     else:
@@ -113,7 +113,7 @@ def begin_with(path: str, allowed_missing: Sequence[str], backend: AnyBackend, s
     backend.load_weights(source, report.names)
 
 
-def facts_of(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
+def facts_of(resolved: Resolved, data: DataBundle, backend: AnyBackend) -> dict[str, Any]:
     """What a checkpoint says of its run beside the counters; compared on resume (`checkpoint/resume`)."""
     engine, batch = resolved.engine, resolved.batch
     on_ddp = resolved.backend == "ddp"
@@ -122,6 +122,8 @@ def facts_of(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         "backend": resolved.backend,
         "world_size": dist.get_world_size(),
         **{key: resolved.run.parallel.model_dump()[key] for key in DEGREES},
+        # where layers lie; with partition: time another start may measure another cut
+        "stage_bounds": backend.bounds if isinstance(backend, PipelineBackend) else [],
         "zero_stage": 0 if on_ddp else stage_of(engine),
         "offload": {} if on_ddp else offload_of(engine),
         "dtype": dtype,
@@ -135,7 +137,7 @@ def facts_of(resolved: Resolved, data: DataBundle) -> dict[str, Any]:
         **{key: resolved.run.model_dump(mode="json")[key] for key in ("schedule", "ema")},
         "parameters": (parameters := resolved.run.parameters.model_dump(mode="json")),
         # the order in which ZeRO lays parameters out
-        "groups": {key: parameters[key] for key in GROUPING} if resolved.backend == "deepspeed" else None,
+        "groups": {key: parameters[key] for key in GROUPING} if resolved.backend != "ddp" else None,
         # what only says how it is computed may change
         "model": resolved.run.model.model_dump(mode="json", exclude=HOW_COMPUTED),
         "classes": list(data.info.classes),

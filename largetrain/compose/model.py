@@ -62,11 +62,12 @@ def make_task(resolved: Resolved, info: DataInfo) -> Task:
     return LanguageModeling(run.model.loss_chunk_tokens, info.bytes_per_token)
 
 
-def make_model(resolved: Resolved, info: DataInfo, axes: Axes, say: Say) -> tuple[nn.Module, Resolved]:
+def make_model(resolved: Resolved, info: DataInfo, axes: Axes, say: Say) -> tuple[nn.Module | None, Resolved]:
     """Build the model and settle what runs it; weights come from the run's seed on every rank.
 
     Returns:
-        the model, born sharded where ZeRO-3 runs it, and the run with its backend.
+        the model, born sharded where ZeRO-3 runs it, or None for the decoder in stages, of which no rank builds all;
+        and the run with its backend.
 
     Raises:
         ConfigError: model and backend contradict each other, or the engine JSON does not fit the backend.
@@ -81,6 +82,8 @@ def make_model(resolved: Resolved, info: DataInfo, axes: Axes, say: Say) -> tupl
         assert isinstance(resolved.run, ClassificationRun | SegmentationRun)
         return build_vision_model(resolved.run, num_classes(resolved, info), say)
 
+    if resolved.decoder is not None and resolved.backend == "pipeline":
+        return None, resolved
     if resolved.decoder is not None and resolved.backend == "deepspeed":
         with deepspeed_backend.sharded_construction(resolved.engine, axes):
             return construct(), resolved
@@ -105,7 +108,9 @@ def choose_backend(resolved: Resolved, counts: LayerCounts) -> tuple[str, str]:
         ConfigError: what was asked for would train the model wrongly.
     """
     run, asked = resolved.run, resolved.run.backend
-    if asked == "auto":
+    if resolved.backend == "pipeline":
+        backend, reason = "pipeline", "parallel.pipeline_stages" if asked == "auto" else "asked for"
+    elif asked == "auto":
         conv_net = counts.live_batch_norms > 0 or counts.convolution_share >= CONVOLUTIONAL
         backend, reason = ("ddp" if conv_net else "deepspeed"), "auto"
     else:
@@ -119,6 +124,14 @@ def choose_backend(resolved: Resolved, counts: LayerCounts) -> tuple[str, str]:
                 f"layers equal over ranks nor in fp32. Write backend: ddp (or auto), or freeze them "
                 f"(model.freeze_batch_norm: true), or write sync_batch_norm: on with an engine JSON in fp32."
             )
+    if backend == "pipeline" and counts.live_batch_norms > 0:
+        half = deepspeed_backend.dtype_of(resolved.engine) != torch.float32
+        if half or (run.sync_batch_norm in ("off", False) and resolved.layout.data > 1):
+            raise ConfigError(
+                f"backend: pipeline keeps the running statistics of {counts.live_batch_norms} batch-norm layers in "
+                f"fp32 and shared by the data-parallel ranks. Write an engine JSON in fp32 and sync_batch_norm: auto, "
+                f"or freeze them (model.freeze_batch_norm: true)."
+            )
     if backend == "deepspeed" and run.ema is not None:
         raise ConfigError(
             f"ema: is kept by backend ddp alone, and this model runs on deepspeed ({reason}: {counts.reason}); "
@@ -129,26 +142,34 @@ def choose_backend(resolved: Resolved, counts: LayerCounts) -> tuple[str, str]:
     return backend, reason
 
 
-def treat_batch_norms(model: nn.Module, resolved: Resolved, images_shape: Any, local_world_size: int, say: Say) -> None:
+def treat_batch_norms(
+    model: nn.Module, resolved: Resolved, images_shape: Any, axes: Axes, local_world_size: int, say: Say
+) -> None:
     """Synchronise batch norms where that is asked for or wanted, in place, and report on them.
 
     Args:
+        axes: this rank's groups; the stages of a pipeline have statistics over their data-parallel ranks.
         images_shape: of one sample, [C, H, W]; None when it is not known.
     """
-    run, batch, world_size = resolved.run, resolved.batch, dist.get_world_size()
+    run, batch, world_size = resolved.run, resolved.batch, resolved.layout.data
     if count_layers(model).live_batch_norms == 0:
         return
     sites = batch_norm_sites(model, [2, *images_shape]) if images_shape is not None else None
     dense = isinstance(run, SegmentationRun)
-    if run.sync_batch_norm == "auto":
+    if run.sync_batch_norm == "auto" and resolved.backend == "pipeline":
+        sync, why = world_size > 1, "auto: stages share their statistics"
+    elif run.sync_batch_norm == "auto":
         sync, why = wants_sync(sites, batch.micro_batch, world_size, dense)
         why = f"auto: {why}"
     else:
         sync, why = run.sync_batch_norm in ("on", True), "asked for"
     sharing = 1
     if sync and world_size > 1:
-        group = batch_norm_group(run.sync_batch_norm_ranks, local_world_size)
-        sharing = dist.get_world_size(group)
+        if resolved.layout.stages > 1:
+            group, sharing = axes.data.group, axes.data.size
+        else:
+            group = batch_norm_group(run.sync_batch_norm_ranks, local_world_size)
+            sharing = dist.get_world_size(group)
         # here: it brings torch's compiler along, which a run on text is spared
         from largetrain.parallel.sync_batch_norm import convert_sync_batch_norm
 

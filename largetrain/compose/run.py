@@ -34,7 +34,7 @@ from largetrain.compose.watching import evaluation_of, every_steps, make_best, m
 from largetrain.config.load import World
 from largetrain.config.resolved import Resolved
 from largetrain.data.build import DataBundle, build_data
-from largetrain.data.loader import TrainStream
+from largetrain.data.loader import NoStream, TrainStream
 from largetrain.engine.environment import limit_timeouts, prepare
 from largetrain.engine.signals import StopRequests, time_limit
 from largetrain.errors import ConfigError
@@ -42,7 +42,7 @@ from largetrain.parallel.agreement import StepAgreement
 from largetrain.parallel.axes import Axes, make_axes
 from largetrain.parallel.pieces import Snapshot
 from largetrain.train.state import random_state
-from largetrain.train.trainer import Trainer
+from largetrain.train.trainer import Stream, Trainer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def build(
     _announce(resolved, data, start.messages, start.output, say)
     _announce_places(resolved, say)
     backend, resolved = _backend(resolved, data, device, axes, world, say)
-    facts = facts_of(resolved, data)
+    facts = facts_of(resolved, data, backend)
     for line in check_fit(start, facts):
         say(line)
     take_up(start, facts, backend, resolved, device, world, say)
@@ -140,16 +140,18 @@ def build(
     ]
     if world.rank == 0:
         _write_config(start.output, resolved, world)
-    stream = TrainStream(
-        data.train,
-        data.order,
-        resolved.batch,
-        place.data,
-        consumed_samples=state.consumed_samples,
-        workers=run.data.workers,
-        updates=data.info.total_steps - state.step,
-        pin_memory=device.type == "cuda",
-    )
+    stream: Stream = NoStream()
+    if place.stage in (0, resolved.layout.stages - 1):
+        stream = TrainStream(
+            data.train,
+            data.order,
+            resolved.batch,
+            place.data,
+            consumed_samples=state.consumed_samples,
+            workers=run.data.workers,
+            updates=data.info.total_steps - state.step,
+            pin_memory=device.type == "cuda",
+        )
     trainer = Trainer(backend, stream, state, data.info.total_steps, resolved.batch.global_batch, callbacks)
     return Run(trainer, start.output, resolved)
 
@@ -180,7 +182,7 @@ def evaluate(resolved: Resolved, world: World, *, resume: str | None, verbose: b
         )
     backend, resolved = _backend(resolved, data, device, axes, world, say)
     if start.checkpoint is not None:
-        check_fit(start, facts_of(resolved, data), SAME_WEIGHTS)
+        check_fit(start, facts_of(resolved, data, backend), SAME_WEIGHTS)
         say(f"evaluating {start.checkpoint}")
         backend.load_weights(open_checkpoint(start.checkpoint))
     elif run.init_from is not None:

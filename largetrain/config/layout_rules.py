@@ -74,6 +74,8 @@ def contradictions(run: RunConfig, backend: str | None) -> Iterator[tuple[KeyPat
     wanted = run.parallel
     if backend == "deepspeed" and wanted.pipeline_stages > 1:
         yield ("backend",), "deepspeed has no pipeline stages; write backend: pipeline, or auto."
+    if wanted.pipeline_stages > 1 and run.sync_batch_norm_ranks != "all":
+        yield ("sync_batch_norm_ranks",), "a pipeline shares statistics over all data-parallel ranks; write all."
     if backend == "ddp":
         for key in ("tensor_parallel", "pipeline_stages", "ulysses"):
             if getattr(wanted, key) > 1:

@@ -283,6 +283,21 @@ class TrainStream:
         _end_processes(iterator)
 
 
+class NoStream:
+    """Stands in for a stream where a rank needs no data: between the first and the last pipeline stage."""
+
+    wait_s = 0.0
+
+    def __iter__(self) -> "NoStream":
+        return self
+
+    def __next__(self) -> MicroBatch:
+        return {}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 def evaluation_batches(
     dataset: Any,
     micro_batch: int,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from largetrain.config.layout import Layout, Place
 from largetrain.engine.base import MicroBatch, StepResult
@@ -32,7 +32,7 @@ from largetrain.tasks.base import Task
 
 INPUTS = ("input_ids", "images")  # of a batch: what the first layer takes
 PIPELINE = {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0}
-Grouping = Callable[[dict[str, nn.Parameter]], Groups | None]
+Grouping = Callable[[Stage], Groups]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class PipelineBackend:
         task: gives the weight and the loss sum of a batch.
         engine_config: the resolved engine JSON as a dict; ZeRO stage 0 or 1.
         device: where batches go.
-        grouping: from this rank's parameters, by their names in the whole model, to groups for the optimizer; None:
-            all trainable parameters alike.
+        grouping: from this rank's stage to groups for the optimizer; None: all trainable parameters alike.
         factor: update number -> factor on the learning rate, in place of the JSON's scheduler.
         axes: this rank's groups, of the layout.
     """
@@ -80,11 +79,13 @@ class PipelineBackend:
         self.dtype = dtype_of(served)
         self.task, self.device, self.axes, self.layout = task, device, axes, cut.layout
         self.accumulation = int(served["gradient_accumulation_steps"])
+        self.bounds = cut.bounds
+        """First layer of each stage, and the number of layers."""
         self._stage = Stage(model, cut.bounds, cut.layout, cut.recomputed)
         self._module = pipeline_module(self._stage, self._loss)
-        named = self._stage.named_parameters()
         zero_stage = stage_of(served)
-        groups = grouping(named) if grouping is not None else None
+        groups = grouping(self._stage) if grouping is not None else None
+        named = self._stage.named_parameters()
         parameters = [parameter for parameter in named.values() if parameter.requires_grad]
         trained: Any = groups if groups is not None and len(groups) > 1 else parameters
         clip = float(served["gradient_clipping"])
@@ -153,7 +154,7 @@ class PipelineBackend:
             tokens=tokens,
             scale_exhausted=exhausted,
             local_losses=tuple(sums.losses) if sums is not None else (),
-            sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())),
+            sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())) if sums else (),
         )
 
     def _tell(self, sums: UpdateSums | None) -> tuple[Tensor, int]:

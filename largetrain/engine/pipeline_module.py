@@ -137,8 +137,7 @@ def pipeline_module(stage: Stage, loss: Callable[[Tensor, Any], Tensor], verbose
             super()._build()
             self._in_training = [module for module in self.modules() if module.training]
             if stage.recomputed:
-                layers: list[Any] = self.forward_funcs
-                self.forward_funcs = [_recomputed(layer) for layer in layers]
+                self.__dict__["forward_funcs"] = [_recomputed(layer) for layer in self.__dict__["forward_funcs"]]
 
         def _index_tied_modules(self) -> dict[str, Any]:
             return _tied_comms(stage, self)

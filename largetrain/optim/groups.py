@@ -1,6 +1,7 @@
 """Parameter groups: which parameters get another weight decay or another learning rate."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,12 +15,22 @@ from largetrain.errors import ConfigError
 _NORM = re.compile(r"(?<!Weight)(?<!Spectral)Norm(?![a-z])")
 
 
-def parameter_groups(model: nn.Module, config: ParametersConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module,
+    config: ParametersConfig,
+    names: Mapping[nn.Parameter, str] | None = None,
+    all_names: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
     """Sort the trainable parameters into groups for a torch optimizer.
 
     Parameters whose factor is 0 are frozen (`requires_grad` is taken away). Every other trainable parameter stands in
     exactly one group, a shared one once. Groups, and the parameters within each, are in the model's order; no shape is
     read, so it works on a model that ZeRO-3 has already sharded.
+
+    Args:
+        model: all of it, or the layers of one pipeline stage.
+        names: of its parameters, where the whole model has other ones than this part.
+        all_names: of the whole model, where this is a part of it; a prefix may fit another part alone.
 
     Returns:
         dicts with "params", "lr_factor" (on the optimizer's rate) and, where `config` gives one, "weight_decay".
@@ -29,12 +40,12 @@ def parameter_groups(model: nn.Module, config: ParametersConfig) -> list[dict[st
     """
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(parameter, []).append(name)
-    _check_prefixes(config, [name for names in names_of.values() for name in names])
+        names_of.setdefault(parameter, []).append(names[parameter] if names is not None else name)
+    _check_prefixes(config, all_names or [name for these in names_of.values() for name in these])
     norms = _norm_parameters(model)
     groups: dict[tuple[float, float | None], list[nn.Parameter]] = {}
-    for parameter, names in names_of.items():
-        prefix = longest_fit(config.lr_factors, names)
+    for parameter, own_names in names_of.items():
+        prefix = longest_fit(config.lr_factors, own_names)
         factor = 1.0 if prefix is None else config.lr_factors[prefix]
         if factor == 0.0:
             parameter.requires_grad_(False)
@@ -43,7 +54,7 @@ def parameter_groups(model: nn.Module, config: ParametersConfig) -> list[dict[st
         decay = None
         if parameter in norms:
             decay = config.norm_weight_decay
-        elif any(name.endswith("bias") for name in names):
+        elif any(name.endswith("bias") for name in own_names):
             decay = config.bias_weight_decay
         groups.setdefault((factor, decay), []).append(parameter)
     if not groups:
@@ -75,7 +86,7 @@ def _norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     return found
 
 
-def _check_prefixes(config: ParametersConfig, names: list[str]) -> None:
+def _check_prefixes(config: ParametersConfig, names: Sequence[str]) -> None:
     problems = [
         f"parameters.lr_factors.{prefix}: {no_fit(prefix, names)}"
         for prefix in config.lr_factors

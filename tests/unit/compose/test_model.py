@@ -38,11 +38,11 @@ def ranks(monkeypatch):
     return set_ranks
 
 
-def resolved(*sets, task="classification", **engine):
+def resolved(*sets, task="classification", ranks=2, **engine):
     usual = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "optimizer": SGD}
     with open("engine.json", "w") as file:
         json.dump({**usual, **engine}, file)
-    return load("engine.json", None, [f"task={task}", *sets], world_size=2, local_world_size=2)
+    return load("engine.json", None, [f"task={task}", *sets], world_size=ranks, local_world_size=ranks)
 
 
 def info(*classes):
@@ -248,7 +248,7 @@ def said_of(run, monkeypatch, shape=(3, 8, 8), net=None):
     converted, lines = [], []
     monkeypatch.setattr(sync_batch_norm, "convert_sync_batch_norm", lambda model, group: converted.append(group))
     monkeypatch.setattr(building, "batch_norm_group", lambda count, local: ("group", count, local))
-    treat_batch_norms(net, run, shape, 2, lines.append)
+    treat_batch_norms(net, run, shape, Axes(), 2, lines.append)
     return converted, lines
 
 
@@ -283,9 +283,9 @@ def test_groups_of_ranks_reach_the_conversion(ranks, monkeypatch):
 
 def test_one_rank_needs_no_synchronisation_and_models_without_batch_norm_no_line(ranks, monkeypatch):
     ranks(1)
-    converted, lines = said_of(resolved(), monkeypatch)
+    converted, lines = said_of(resolved(ranks=1), monkeypatch)
     assert converted == [] and lines[0] == "sync_batch_norm: off (auto: one rank)"
-    converted, lines = said_of(resolved("sync_batch_norm=on"), monkeypatch)
+    converted, lines = said_of(resolved("sync_batch_norm=on", ranks=1), monkeypatch)
     assert converted == [] and lines[0] == "sync_batch_norm: on (asked for)"
-    assert said_of(resolved(), monkeypatch, net=vit()) == ([], [])
-    assert said_of(resolved(), monkeypatch, net=freeze_batch_norms(batch_norm_net())) == ([], [])
+    assert said_of(resolved(ranks=1), monkeypatch, net=vit()) == ([], [])
+    assert said_of(resolved(ranks=1), monkeypatch, net=freeze_batch_norms(batch_norm_net())) == ([], [])
