@@ -44,17 +44,12 @@ def changes() -> list[tuple[Layout, Layout]]:
         cells += [(with_offload, without), (without, with_offload), (with_offload, _on(with_offload, 4))]
     stages = itertools.product(BACKENDS[:4], repeat=2)
     for (one, other), (before, after) in itertools.product(stages, TENSOR):
-        cells.append(
-            tuple(
-                replace(layout, ranks=ranks, tensor=tensor, sequence_parallel=divided)
-                for layout, (ranks, tensor, divided) in ((one, before), (other, after))
-            )
-        )
+        cells.append((_on(one, *before), _on(other, *after)))
     return cells
 
 
-def _on(layout: Layout, ranks: int) -> Layout:
-    return replace(layout, ranks=ranks)
+def _on(layout: Layout, ranks: int, tensor: int = 1, sequence_parallel: bool = False) -> Layout:
+    return replace(layout, ranks=ranks, tensor=tensor, sequence_parallel=sequence_parallel)
 
 
 def worst(found: Continuation, reference: Continuation) -> tuple[float, float]:
