@@ -14,6 +14,7 @@ Initial weights, as published:
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from largetrain.models.rotary import rotate
 from largetrain.models.stages import NamedLayer, layer_stream
 from largetrain.models.tensor_parallel import ColumnLinear, RowLinear, entered, head_share, key_value_linear
 from largetrain.models.ulysses import HeadExchange
-from largetrain.parallel.axes import Axes, Axis
+from largetrain.parallel.axes import Axes
 from largetrain.parallel.streams import draw_seed, own_stream
 
 STD = 0.02
@@ -81,7 +82,8 @@ class Attention(nn.Module):
         if self.rope_theta is not None:
             query, key = rotate(query, self.rope_theta), rotate(key, self.rope_theta)
         dropout = self.dropout if self.training else 0.0
-        with own_stream(self.axes.tensor if dropout > 0 else Axis(), x.device):
+        parted = dropout > 0 and self.axes.tensor.size > 1
+        with own_stream(self.axes.tensor, x.device) if parted else nullcontext():
             mixed = F.scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
             )

@@ -159,8 +159,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape."""
-        if not (self.training and self.p > 0):
-            return x
+        if not self.training or self.p == 0 or self.part_of.size == 1:
+            return super().forward(x)
         with own_stream(self.part_of, x.device):
             return super().forward(x)
 
