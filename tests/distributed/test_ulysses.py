@@ -13,6 +13,7 @@ from largetrain.models.ulysses import HeadExchange, sequence_batch
 from largetrain.parallel.axes import Axes, make_axes
 from tests.distributed.parity.parallel import Cell, measure
 from tests.ranks import run_ranks
+from tests.reference import tolerance_for
 from tests.unit.models.specs import small_spec
 
 CELLS = {
@@ -107,11 +108,15 @@ def test_the_context_counts_all_parts():
     assert run_ranks(too_long, 2) == ["input_ids has 18 tokens per sample, but the context is 16"] * 2
 
 
-def kept_for_backward():
-    """Body of a rank: bytes of what autograd keeps of one forward pass, live storages counted once."""
+LONG = 4096
+
+
+def long_sequence():
+    """Body of a rank: loss, gradients summed over ranks, and bytes that autograd keeps, live storages counted once."""
     dist.init_process_group("gloo")
     axes = make_axes(Layout(dist.get_world_size(), sequence=dist.get_world_size()))
-    model = Decoder(small_spec("llama", seq_len=64, heads=4, kv_heads=4, loss_chunk_tokens=8), axes)
+    torch.manual_seed(3)
+    model = Decoder(small_spec("llama", seq_len=LONG, heads=4, kv_heads=4, loss_chunk_tokens=512), axes)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -121,16 +126,24 @@ def kept_for_backward():
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    batch = sequence_batch({"input_ids": torch.zeros(1, 64, dtype=torch.int64)}, axes.sequence)
+    ids = torch.randint(61, (1, LONG), generator=torch.Generator().manual_seed(0))
+    batch = sequence_batch({"input_ids": ids, "labels": ids.roll(-1, 1)}, axes.sequence)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(batch["input_ids"], torch.zeros_like(batch["input_ids"]))
-    return sum(kept.values())
+        loss, _ = model(batch["input_ids"], batch["labels"])
+    (loss / LONG).backward()
+    found = [loss.detach() / LONG, *(p.grad for p in model.parameters())]
+    for tensor in found:
+        dist.all_reduce(tensor)
+    return found, sum(kept.values())
 
 
-def test_activations_are_divided():
-    """All but the tables of the rotary positions, which every rank has for the whole sequence: 64 x 8 / 2 x 2 fp32."""
-    (whole,) = run_ranks(kept_for_backward, 1)
-    tables = 64 * 4 * 2 * 4
+def test_a_long_sequence_on_several_ranks_equals_one_rank_with_less_memory():
+    """4096 tokens; what is kept divides, but for the tables of the rotary positions: 4096 x 8 / 2 x 2 in fp32."""
+    ((expected, whole),) = run_ranks(long_sequence, 1)
+    tables = LONG * 4 * 2 * 4
+    bound = tolerance_for(torch.float32, LONG)["rtol"]
     for ranks in (2, 4):
-        for kept in run_ranks(kept_for_backward, ranks):
+        for found, kept in run_ranks(long_sequence, ranks):
+            scaled = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+            assert max(scaled) < bound
             assert kept - tables == pytest.approx((whole - tables) / ranks, rel=0.01)
