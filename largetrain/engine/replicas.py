@@ -7,7 +7,7 @@ fused multiply-add, then a remainder without), and a sum over three ranks or mor
 the place. Measured with a vocabulary of 65 on 2 ranks: single bits after 3 updates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +19,22 @@ from largetrain.parallel.axes import Axes
 from largetrain.parallel.shards import shard_of
 
 
-def kept_apart(groups: Groups, axes: Axes) -> Groups:
-    """Split each group into what tensor ranks hold parts of and what they hold alike.
+def kept_apart(groups: Groups, axes: Axes, tied: Collection[nn.Parameter] = ()) -> Groups:
+    """Split each group by who else holds its parameters: tensor ranks parts of them, or all of them, or other stages.
 
-    ZeRO makes flat tensors of each group, and those of the latter are then laid out alike on all tensor ranks.
+    ZeRO makes flat tensors of each group, and what several ranks hold alike is then laid out alike on all of them.
+
+    Args:
+        tied: parameters of which another pipeline stage has a copy, in the same order there.
     """
-    if axes.tensor.size == 1:
-        return groups
+    copies = {id(parameter) for parameter in tied}
     split = []
     for group in groups:
-        for divided in (True, False):
-            chosen = [p for p in group["params"] if (shard_of(p) is not None) == divided]
-            if chosen:
-                split.append({**group, "params": chosen})
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            replica = axes.tensor.size > 1 and shard_of(parameter) is None
+            kinds.setdefault((id(parameter) in copies, replica), []).append(parameter)
+        split += [{**group, "params": kinds[kind]} for kind in sorted(kinds)]
     return split
 
 

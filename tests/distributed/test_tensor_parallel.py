@@ -12,7 +12,7 @@ import torch.distributed as dist
 from largetrain.config.layout import Layout
 from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import skip_infinite_updates
-from largetrain.engine.replicas import take_first_gradients
+from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.models import layers
 from largetrain.models.decoder import Decoder
 from largetrain.models.rotary import rotary_table, rotate
@@ -109,6 +109,24 @@ def parted_at_all_stages():
 def test_replicas_take_the_first_ranks_sums():
     """Which a run does where the order of a sum over replicas may differ between tensor ranks."""
     assert run_ranks(parted_at_all_stages, 2, timeout=120) == [[(False, True)] * 4] * 2
+
+
+def test_what_ranks_hold_alike_is_a_group_of_its_own():
+    """Each group of the run is split by who else holds what; nothing is, for a rank that shares with nobody."""
+    names = {parameter: name for name in "abcd" for parameter in [torch.nn.Parameter(torch.zeros(4))]}
+    a, b, c, d = names
+    mark(a, Shard((8,), 0, 0, 4))
+    mark(c, Shard((8,), 0, 0, 4))
+    groups = [{"params": [a, b, c], "lr_factor": 1.0}, {"params": [d], "lr_factor": 2.0}]
+
+    def split(axes, tied=()):
+        found = kept_apart(groups, axes, tied)
+        return ["".join(names[p] for p in group["params"]) for group in found], [group["lr_factor"] for group in found]
+
+    assert split(Axes()) == (["abc", "d"], [1.0, 2.0])
+    assert split(Axes(tensor=Axis(0, 2))) == (["ac", "b", "d"], [1.0, 1.0, 2.0])
+    assert split(Axes(tensor=Axis(0, 2)), [c]) == (["a", "b", "c", "d"], [1.0, 1.0, 1.0, 2.0])
+    assert split(Axes(), [c]) == (["ab", "c", "d"], [1.0, 1.0, 2.0])
 
 
 # ---------------------------------------------------------------- the gradient norm
