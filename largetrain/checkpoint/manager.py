@@ -1,7 +1,8 @@
 """Checkpoints of a run: copied to host memory, written in the background, published by one rename, or not at all.
 
-Training waits for the copy alone. A thread on every rank writes that rank's files; the ranks' threads report to one
-another, and rank 0's publishes the checkpoint when all have succeeded. What went wrong is known to all ranks alike.
+A thread on every rank copies and writes that rank's part; training waits for the copy alone, and only when the next
+update is about to change what is copied. The ranks' threads report to one another, and rank 0's publishes the
+checkpoint when all have succeeded. What went wrong is known to all ranks alike.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from largetrain.checkpoint.folder import PARTIAL, all_checkpoints, leftovers, st
 from largetrain.checkpoint.manifest import BEST_RECORD, FileRecord
 from largetrain.checkpoint.reports import Reports, shortened
 from largetrain.checkpoint.retention import Retention, remove, superfluous
-from largetrain.checkpoint.space import lacking, room_at_start
-from largetrain.checkpoint.staging import Staging, plan
+from largetrain.checkpoint.space import SPARE_BYTES, lacking, room_at_start
+from largetrain.checkpoint.staging import Planned, Staging, plan
 from largetrain.checkpoint.writer import facts_bytes, partial_name, point, prepare, publish, write_best, write_rank
 from largetrain.errors import CheckpointError, ConfigError
 from largetrain.parallel.pieces import Snapshot
@@ -47,6 +48,10 @@ class _Job:
 
     step: int
     final: Path
+    planned: Planned | None = None
+    """What is to be copied; None once it is."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """The live tensors may change."""
     image: memoryview = field(default_factory=lambda: memoryview(b""))
     """Of this rank's file; empty without pieces."""
     own: bytes = b""
@@ -97,6 +102,7 @@ class CheckpointManager:
             self._clear()
         self._reports = Reports(timeout_s)
         self._staging = Staging()
+        self._reserving: threading.Thread | None = None
         own = resumed is not None and resumed.absolute().parent == folder.absolute()
         self._resumed = resumed.absolute().name if resumed is not None and own else None
         self._job: _Job | None = None
@@ -109,14 +115,15 @@ class CheckpointManager:
     # ------------------------------------------------------------ the training thread
 
     def save(self, step: int, facts: dict[str, Any], snapshot: Callable[[], Snapshot], *, wait: bool = False) -> Path:
-        """Copy the run's state and have it written as the checkpoint after `step` updates; returns its folder.
+        """Have the run's state copied and written as the checkpoint after `step` updates; returns its folder.
 
         A collective. Waits until the checkpoint before is written. A second call at a step does nothing, unless it is
         to wait and the first has failed. One failure is told, by `poll`, and the next checkpoint tries again.
 
         Args:
             facts: plain JSON types, equal on all ranks.
-            snapshot: called at once, on all ranks; its tensors may change as soon as `save` returns.
+            snapshot: called at once, on all ranks; its tensors may change when what was given to `before_change` has
+                returned, and where there is no such, as soon as `save` has.
             wait: return when the checkpoint is on the disk.
 
         Raises:
@@ -177,6 +184,8 @@ class CheckpointManager:
         if thread is None or not thread.is_alive():
             self._job = None  # lets go of the memory
             self._staging.close()
+            if self._reserving is not None:
+                self._reserving.join(patience_s)
 
     def mark_best(self, checkpoint: Path, record: dict[str, Any]) -> None:
         """Let `best` name this checkpoint, which is not pruned from now on; the one before it may be. No collective.
@@ -197,11 +206,12 @@ class CheckpointManager:
         if note is not None:
             self.tell(note)
 
-    def check_room(self, own_bytes: int) -> None:
+    def check_room(self, own_bytes: int, *, reserve: bool = False) -> None:
         """See whether the disk has room for what is to be kept; tells if it has not. A collective.
 
         Args:
             own_bytes: about what this rank will write of each checkpoint.
+            reserve: take the host's memory for it now, in the background, so that the first save need not.
 
         Raises:
             ConfigError: on all ranks: there is not room for one.
@@ -221,6 +231,14 @@ class CheckpointManager:
         problem = self._reports.exchange({"problem": problem}, going)[0]["problem"]
         if problem is not None:
             raise ConfigError(problem, on_all_ranks=True)
+        if reserve:
+            count = own_bytes + own_bytes // 50 + SPARE_BYTES  # and a header
+            self._reserving = threading.Thread(target=self._reserve, args=(count,), name="reserve", daemon=True)
+            self._reserving.start()
+
+    def _reserve(self, count: int) -> None:
+        with contextlib.suppress(OSError):  # the first save will find out, and tell
+            self._staging.reserve(count)
 
     def _settle(self, prefix: str = "", must_succeed: bool = False) -> str | None:
         """Wait for the write under way; returns why it failed, which is counted once. The same on all ranks.
@@ -258,12 +276,12 @@ class CheckpointManager:
     def _start(
         self, step: int, final: Path, facts: dict[str, Any], snapshot: Snapshot, best: dict[str, Any] | None
     ) -> None:
-        """Copy what is to be written and let the thread go; what fails here is reported by it."""
+        """See what is to be written and let the thread go; what fails here is reported by it."""
         job = _Job(step, final, best=best)
         try:
             own = io.BytesIO()
             torch.save(snapshot.own, own)
-            job.image = self._staging.fill(plan(snapshot.pieces))
+            job.planned = plan(snapshot.pieces)
             job.own = own.getvalue()
             job.facts = facts_bytes(facts, snapshot.shared) if self.rank == 0 else b""
         except Exception as error:  # noqa: BLE001 (the other ranks must hear of it, not wait)
@@ -271,11 +289,16 @@ class CheckpointManager:
         self._job = job
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint {step}", daemon=True)
         self._thread.start()
+        if snapshot.before_change is not None:
+            snapshot.before_change(job.copied.wait)
+        else:
+            job.copied.wait()
 
     # ------------------------------------------------------------ the background thread
 
     def _run(self, job: _Job) -> None:
         try:
+            self._copy(job)
             self._write(job)
         except _Failed as failure:
             job.failure = str(failure)
@@ -283,6 +306,19 @@ class CheckpointManager:
             job.lost = error
         finally:
             job.done.set()
+
+    def _copy(self, job: _Job) -> None:
+        try:
+            if self._reserving is not None:
+                self._reserving.join()
+                self._reserving = None
+            if job.planned is not None:
+                job.image = self._staging.fill(job.planned)
+        except Exception as error:  # noqa: BLE001 (the other ranks must hear of it, not wait)
+            job.problem = f"{type(error).__name__}: {error}"
+        finally:
+            job.planned = None  # lets go of the live tensors
+            job.copied.set()
 
     def _write(self, job: _Job) -> None:
         partial = self.folder / f"{PARTIAL}{job.final.name}"

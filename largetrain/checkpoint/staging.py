@@ -2,13 +2,15 @@
 
 `safetensors.save_file` would turn every tensor into bytes of its own and leave hashing to a second pass. The format is
 eight bytes of length, a JSON header and the tensors one after another, so the live tensors are copied straight to
-their places in the image of the file: the only copy that training waits for.
+their places in the image of the file: the only copy, which has to be done before the next update changes them.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 
+TOUCHED_BYTES = 64 << 20
+"""At once."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -40,10 +45,14 @@ class Planned:
     header: bytes
     """With its length in front."""
     data_bytes: int
+    ready: Mapping[torch.device, Any]
+    """For each CUDA device that pieces lie on, the event after which they are what is to be copied."""
 
 
 def plan(pieces: Sequence[Piece]) -> Planned:
     """Lay out a file of these pieces; empty ranges of tensors that have elements are left out.
+
+    What devices are to do by now is done before they are copied, and what they are given afterwards is not waited for.
 
     Raises:
         ValueError: two pieces have the same place.
@@ -51,7 +60,9 @@ def plan(pieces: Sequence[Piece]) -> Planned:
     """
     kept = [piece for piece in pieces if len(piece.values) or not prod(piece.shape)]
     kept.sort(key=lambda piece: (-piece.values.element_size(), piece.key, piece.start))
-    return Planned(kept, header([_stored(piece) for piece in kept]), sum(piece.values.nbytes for piece in kept))
+    devices = {piece.values.device for piece in kept if piece.values.is_cuda}
+    ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    return Planned(kept, header([_stored(piece) for piece in kept]), sum(piece.values.nbytes for piece in kept), ready)
 
 
 def _stored(piece: Piece) -> Stored:
@@ -71,6 +82,18 @@ class Staging:
         self._flat: Tensor | None = None
         self._pinned = False
 
+    def reserve(self, count: int) -> None:
+        """Have memory for a file of so many bytes, and touch it: the kernel gives it page by page, which takes time.
+
+        Raises:
+            OSError: the host has not the memory.
+        """
+        memory, flat = self._sized(count)
+        for part in flat.split(TOUCHED_BYTES):
+            if self._memory is not memory:  # closed meanwhile
+                return
+            part.zero_()  # without the interpreter lock
+
     def fill(self, planned: Planned) -> memoryview:
         """Copy the live pieces; returns the file, at the start of a page, valid until the next call.
 
@@ -82,17 +105,27 @@ class Staging:
         offset = len(planned.header)
         memory, flat = self._sized(offset + planned.data_bytes)
         memory[:offset] = planned.header
-        devices = {piece.values.device for piece in planned.pieces if piece.values.is_cuda}
-        if devices and not self._pinned:
-            self._pin()
-        for piece in planned.pieces:
-            end = offset + piece.values.nbytes
-            if end > offset:
-                flat[offset:end].view(piece.values.dtype).copy_(piece.values, non_blocking=piece.values.is_cuda)
-            offset = end
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+        with ExitStack() as entered:  # streams of its own, so that training does not wait in line behind the copies
+            streams = [entered.enter_context(self._stream(device, ready)) for device, ready in planned.ready.items()]
+            for piece in planned.pieces:
+                end = offset + piece.values.nbytes
+                if end > offset:
+                    place = flat[offset:end].view(piece.values.dtype)
+                    place.copy_(piece.values, non_blocking=piece.values.is_cuda)
+                offset = end
+            for stream in streams:
+                stream.synchronize()
         return memoryview(memory)[:offset]
+
+    @contextmanager
+    def _stream(self, device: torch.device, ready: Any) -> Iterator[Any]:
+        """A stream that begins where `ready` was recorded; current within."""
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):  # also makes the device current: a thread begins with the first one
+            if not self._pinned:
+                self._pin()
+            yield stream
 
     def close(self) -> None:
         """Give the memory back."""

@@ -113,9 +113,10 @@ def build(
         return manager.save(state.step, told, snapshot, wait=wait)
 
     every = every_steps(wanted, data)
-    if every or wanted.at_end or wanted.milestones or wanted.every_minutes or wanted.best:
+    on_the_way = bool(every or wanted.milestones or wanted.every_minutes or wanted.best)
+    if on_the_way or wanted.at_end:
         check_within_reach(resolved)
-        manager.check_room(about_bytes(backend, resolved))
+        manager.check_room(about_bytes(backend, resolved), reserve=on_the_way)
     best = make_best(resolved, data, backend, state, save, manager.mark_best, tell)
     agreement = StepAgreement(run.runtime.timeout_s)
     checkpointing = Checkpointing(

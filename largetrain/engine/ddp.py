@@ -27,6 +27,7 @@ from largetrain.engine.buffers import (
     saved_buffers,
 )
 from largetrain.engine.ema import Ema
+from largetrain.engine.gate import Gate
 from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.held import (
     EMA,
@@ -107,6 +108,7 @@ class DdpBackend:
         else:
             self.scheduler = schedules.made_by_name(engine_config.get("scheduler"), self.optimizer)
         schedules.start(self.scheduler, self.optimizer)
+        self._gate = Gate(self.optimizer)
         self.model = DistributedDataParallel(
             self.module,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -238,7 +240,7 @@ class DdpBackend:
             "ema": self.ema.counters() if self.ema is not None else None,
         }
         mine = {**(own if any(differ) else {}), **({"optimizer": bound} if bound else {})}
-        return Snapshot(share_out(pieces, dist.get_rank(), dist.get_world_size()), shared, mine)
+        return Snapshot(share_out(pieces, dist.get_rank(), dist.get_world_size()), shared, mine, self._gate.shut)
 
     def restore(self, pieces: Pieces, same_layout: bool) -> None:
         """Take up what `snapshot` gave, of any layout; the run's optimizer parameters, groups and schedule hold.

@@ -17,6 +17,7 @@ from largetrain.engine import schedules
 from largetrain.engine.auto_tensor import AutoTensor, needs_auto_tensor
 from largetrain.engine.base import MicroBatch, StepResult
 from largetrain.engine.buffers import buffer_pieces, restore_buffers, saved_buffers
+from largetrain.engine.gate import gate_of
 from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.held import (
     layout_bound,
@@ -164,6 +165,7 @@ class DeepSpeedBackend:
         self.notes += notes
         self._scale_is_dynamic = self._defer_loss_scale()
         schedules.start(self.scheduler, self.optimizer)
+        self._gate = gate_of(self.optimizer, self._inner)
 
     def _defer_loss_scale(self) -> bool:
         """Move the loss scale after each update instead of within it, and keep it at its floor without an exception.
@@ -262,7 +264,8 @@ class DeepSpeedBackend:
             "tied": tied_names(self.engine.module.named_parameters(remove_duplicate=False)),
         }
         pieces = share_of(alike, [*mine, *sharded], self.axes)
-        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {})
+        before_change = None if self._gate is None else self._gate.shut
+        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {}, before_change)
 
     def restore(self, pieces: Pieces, same_layout: bool) -> None:
         """Take up weights, optimizer state, counters and loss scale, whatever layout wrote them; collective.

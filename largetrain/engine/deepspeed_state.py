@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from largetrain.engine import schedules
 from largetrain.engine.buffers import buffer_pieces, restore_buffers
+from largetrain.engine.gate import gate_of
 from largetrain.engine.held import (
     layout_bound,
     optimizer_numbers,
@@ -51,6 +52,7 @@ class EngineState:
         self.optimizer, self.scheduler = engine.optimizer, engine.lr_scheduler
         self._scale_is_dynamic = self._defer_loss_scale()
         schedules.start(self.scheduler, self.optimizer)
+        self._gate = gate_of(self.optimizer, self._inner)
 
     def _defer_loss_scale(self) -> bool:
         """Move the loss scale after each update instead of within it, and keep it at its floor without an exception.
@@ -117,7 +119,8 @@ class EngineState:
             "tied": tied,
         }
         pieces = share_of(alike, [*mine, *sharded], self.axes)
-        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {})
+        before_change = None if self._gate is None else self._gate.shut
+        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {}, before_change)
 
     def _of_all_stages(self, numbers: dict[str, Any]) -> dict[str, Any]:
         """Numbers of the optimizer, equal on all ranks; stages that have trained alike agree on one for all."""

@@ -27,7 +27,7 @@ class Piece:
     start: int
     """First element of the range in the flattened whole tensor, or in the flattened interval of its columns."""
     values: Tensor
-    """1-d, any dtype and device; the live storage, so it has to be copied before the next update."""
+    """1-d, any dtype and device; the live storage, so it has to be copied before the next update changes it."""
     columns: Columns | None = None
     """The part of the whole tensor that a tensor-parallel rank holds; None: all of it."""
 
@@ -41,6 +41,8 @@ class Snapshot:
     """Plain JSON types, equal on all ranks."""
     own: dict[str, Any] = field(default_factory=dict)
     """Tensors and plain types of this rank alone, which only the same rank of the same layout can use."""
+    before_change: Callable[[Callable[[], Any]], None] | None = None
+    """Has what it is given called before the next update changes the pieces; None: they have to be copied at once."""
 
 
 class Pieces(Protocol):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -488,6 +489,49 @@ def test_a_save_waits_for_the_one_before_and_says_so(tmp_path):
     for lines in run_ranks(wait_for_the_one_before, 2, tmp_path):
         assert len(lines) == 1
         assert lines[0].startswith("step 2: training waited 1.") and "checkpoint of step 1" in lines[0]
+
+
+def change_once_copied(folder):
+    """As a backend has it: what `save` leaves to be copied may change when the wait is over."""
+    job, go, waits = Job(folder), threading.Event(), []
+    job.manager.check_room(100, reserve=True)
+    real = job.manager._staging.fill
+    job.manager._staging.fill = lambda planned: (go.wait(), real(planned))[1]
+
+    def snapshot():
+        return replace(job.snapshot(), before_change=waits.append)
+
+    job.weight.fill_(1)
+    path = job.manager.save(1, {"state": {"step": 1}}, snapshot)
+    job.manager.poll()
+    [wait] = waits
+    threading.Timer(0.3, go.set).start()
+    begin = time.monotonic()
+    wait()
+    waited = time.monotonic() - begin
+    job.weight.fill_(-1)
+    assert wait() is True  # there is nothing left to wait for
+    job.end()
+    return waited, open_checkpoint(path).read("model/a").tolist()
+
+
+def test_what_is_copied_while_training_goes_on_is_waited_for_before_it_changes(tmp_path):
+    for waited, values in run_ranks(change_once_copied, 2, tmp_path):
+        assert waited > 0.2 and values == [1.0] * 10
+
+
+def fail_to_copy(folder):
+    job, waits = Job(folder), []
+    if job.rank == 1:
+        job.manager._staging.fill = lambda planned: 1 / 0
+    job.manager.save(1, {}, lambda: replace(job.snapshot(), before_change=waits.append))
+    waits[0]()  # does not wait for ever
+    with pytest.raises(CheckpointError, match="rank 1: ZeroDivisionError"):
+        job.manager.finish()
+
+
+def test_a_copy_that_fails_in_the_background_is_told_to_all(tmp_path):
+    run_ranks(fail_to_copy, 2, tmp_path)
 
 
 def die_while_writing(folder, how):

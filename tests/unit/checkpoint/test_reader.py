@@ -229,6 +229,14 @@ def test_staging_memory_is_kept_and_grows(tmp_path):
     assert staged(10, 4) == bytes(torch.full((10,), 4.0).numpy())
 
 
+def test_memory_that_was_reserved_is_what_is_filled(tmp_path):
+    staging = Staging()
+    staging.reserve(ALIGNMENT + 4000)
+    memory = staging._memory
+    assert staged_data(staging, torch.full((1000,), 1.0)) == bytes(torch.full((1000,), 1.0).numpy())
+    assert staging._memory is memory
+
+
 def test_what_is_copied_may_be_strided():
     table = torch.arange(12.0).view(3, 4)
     data = staged_data(Staging(), table[:, 1])
