@@ -145,11 +145,12 @@ def train(
 def digests(backend: Any) -> dict[str, str]:
     """SHA-256 of this rank's weights, optimizer state (moments, masters, loss scale) and random generators."""
     wrapped = getattr(backend, "engine", backend)
+    schedule = wrapped.scheduler if wrapped is backend else wrapped.lr_scheduler
     parts = {
         "weights": {name: getattr(p, "ds_tensor", p) for name, p in wrapped.module.named_parameters()},
-        "optimizer": backend.optimizer.state_dict(),
+        "optimizer": wrapped.optimizer.state_dict(),
         "loss_scale": backend.loss_scale,
-        "schedule": backend.scheduler.state_dict() if backend.scheduler is not None else {},
+        "schedule": schedule.state_dict() if schedule is not None else {},
         "random": random_state(torch.device("cpu")),
     }
     return {name: _digest(part) for name, part in parts.items()}
