@@ -16,6 +16,7 @@ from largetrain.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Largetra
 # Command -> its module, which has `run(argv) -> exit code`, and its line of help.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("largetrain.cli.train", "train a model (the default when no command is given)"),
+    "launch": ("largetrain.cli.launch", "train on the hosts of a hostfile, watch over them, start again"),
     "config": ("largetrain.cli.config", "print the resolved configuration, the reference, or a JSON schema"),
     "check": ("largetrain.cli.check", "lint any DeepSpeed JSON, ours or not; exit code 0 or 2"),
     "checkpoint": ("largetrain.cli.checkpoint", "list, show, verify, diff, prune, reshard, export, import checkpoints"),
