@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from largetrain.config.layout import Layout, Place
 from largetrain.engine.base import MicroBatch, StepResult
@@ -44,6 +44,22 @@ class Cut:
     """First layer of each stage, and the number of layers."""
     recomputed: bool = False
     """This rank's stage keeps no activations of its layers but runs them again."""
+
+
+class _Ending(nn.Module):
+    """What a task meets in place of the model, on the last stage: the outputs are there, the last layer may be left."""
+
+    def __init__(self, last: nn.Module | None):
+        super().__init__()
+        self.last = last
+        self.outputs = torch.empty(0)
+
+    def forward(self, inputs: Tensor, *labels: Tensor) -> Any:
+        outputs = self.outputs[: len(inputs)]  # a preview shows the first ones only
+        return outputs if self.last is None else self.last(outputs, *labels)
+
+
+OnOutput = Callable[[nn.Module, MicroBatch], Tensor]
 
 
 class PipelineBackend:
@@ -109,8 +125,9 @@ class PipelineBackend:
         self._state = EngineState(self.engine, zero_stage, self.dtype, named, self._stage.named_buffers, axes)
         self._shapes = self._all_shapes()
         self._tied = {f"{layer.name}.weight": f"{layer.tied_to}.weight" for layer in model.layers if layer.tied_to}
+        self._ending = _Ending(self._stage.last)
         self._pending: list[MicroBatch] = []
-        self._on_output: Callable[[Callable[..., Any], MicroBatch], Tensor] | None = None
+        self._on_output: OnOutput | None = None
 
     @property
     def lr(self) -> float:
@@ -134,9 +151,9 @@ class PipelineBackend:
             sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device, self.axes.data)
         lr, scale = self.lr, self.loss_scale
 
-        def loss(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
+        def loss(model: nn.Module, batch: MicroBatch) -> Tensor:
             assert sums is not None
-            loss_sum = self.task.loss_sum(model, batch)  # type: ignore[arg-type]
+            loss_sum = self.task.loss_sum(model, batch)
             sums.add(loss_sum, last=len(sums.losses) == self.accumulation - 1)
             return sums.scaled(loss_sum, self.accumulation)
 
@@ -181,7 +198,7 @@ class PipelineBackend:
 
     def _run(
         self,
-        on_output: Callable[[Callable[..., Any], MicroBatch], Tensor],
+        on_output: OnOutput,
         batches: list[MicroBatch],
         run: Callable[[Iterator[Any]], Any],
     ) -> None:
@@ -205,12 +222,8 @@ class PipelineBackend:
         assert self._on_output is not None
         batch = self._pending.pop(0)
         moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        last = self._stage.last
-
-        def model(inputs: Tensor, *labels: Tensor) -> Any:
-            return outputs if last is None else last(outputs, *labels)
-
-        return self._on_output(model, moved)
+        self._ending.outputs = outputs
+        return self._on_output(self._ending, moved)
 
     def evaluate(self, batches: Iterator[MicroBatch]) -> dict[str, float]:
         """Sum the task's quantities over all batches and ranks; every rank must bring as many batches."""
@@ -222,8 +235,8 @@ class PipelineBackend:
         """The task's sums of each batch; nothing where this rank is not in the last stage."""
         found: list[dict[str, Tensor]] = []
 
-        def evaluate(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
-            found.append(self.task.evaluate(model, batch))  # type: ignore[arg-type]
+        def evaluate(model: nn.Module, batch: MicroBatch) -> Tensor:
+            found.append(self.task.evaluate(model, batch))
             return torch.zeros((), device=self.device)
 
         while some := list(islice(batches, 2 * self.layout.stages)):
@@ -231,7 +244,7 @@ class PipelineBackend:
             yield from found
             found.clear()
 
-    def _infer(self, on_output: Callable[[Callable[..., Any], MicroBatch], Tensor], batches: list[MicroBatch]) -> None:
+    def _infer(self, on_output: OnOutput, batches: list[MicroBatch]) -> None:
         self.engine.reset_activation_shape()
         with torch.no_grad(), self._arithmetic():
             self._run(on_output, batches, lambda items: self.engine.eval_batch(items, num_micro_batches=len(batches)))
@@ -240,8 +253,8 @@ class PipelineBackend:
         """The task's picture of what the model makes of `batch`, equal on the stages; called on every rank."""
         drawn: list[Tensor | None] = []
 
-        def draw(model: Callable[..., Any], moved: MicroBatch) -> Tensor:
-            drawn.append(self.task.preview(model, moved))  # type: ignore[arg-type]
+        def draw(model: nn.Module, moved: MicroBatch) -> Tensor:
+            drawn.append(self.task.preview(model, moved))
             return torch.zeros((), device=self.device)
 
         self._infer(draw, [batch])

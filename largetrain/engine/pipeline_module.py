@@ -139,6 +139,10 @@ def pipeline_module(stage: Stage, loss: Callable[[Tensor, Any], Tensor], verbose
             if stage.recomputed:
                 self.__dict__["forward_funcs"] = [_recomputed(layer) for layer in self.__dict__["forward_funcs"]]
 
+        def forward(self, inputs: Tensor) -> Any:
+            outputs = super().forward(inputs)
+            return outputs.contiguous() if isinstance(outputs, Tensor) else outputs  # as gloo wants to send it
+
         def _index_tied_modules(self) -> dict[str, Any]:
             return _tied_comms(stage, self)
 
