@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from largetrain.checkpoint.manifest import STEP_NAME, regular_size
-from largetrain.checkpoint.verify import facts_of, problem_of
+from largetrain.checkpoint.verify import Check, contents_problem_of, facts_of, problem_of
 from largetrain.errors import CheckpointError, ConfigError
 
 PARTIAL = "partial-"
@@ -68,12 +68,13 @@ def best_checkpoint(folder: Path) -> Path | None:
     return pointed_at(folder / "best")
 
 
-def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
+def find_checkpoint(resume: str, output: Path, check: Check = contents_problem_of) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` means, read whole and found true, and one line for each newer one passed over.
 
     Args:
         resume: "auto" (newest complete one of `output`, None when there is none), "best" (the one that the run's best
             evaluation left) or a checkpoint, a run's output folder, or its `checkpoints/` folder.
+        check: reads one whole.
 
     Raises:
         ConfigError: an explicit path that holds no complete checkpoint.
@@ -82,29 +83,29 @@ def find_checkpoint(resume: str, output: Path) -> tuple[Path | None, list[str]]:
         best = best_checkpoint(output / "checkpoints")
         if best is None:
             raise ConfigError(f"--resume best: {output / 'checkpoints'} names no best checkpoint (checkpoints.best)")
-        return _whole("best", best), []
+        return _whole("best", best, check), []
     if resume == "auto":
-        return _newest(output / "checkpoints")
+        return _newest(output / "checkpoints", check)
     given = Path(resume)
     if STEP_NAME.fullmatch(given.absolute().name) or os.path.lexists(given / "manifest.json"):
-        return _whole(resume, given), []
-    found, skipped = _newest(given / "checkpoints" if (given / "checkpoints").is_dir() else given)
+        return _whole(resume, given, check), []
+    found, skipped = _newest(given / "checkpoints" if (given / "checkpoints").is_dir() else given, check)
     if found is None:
         raise ConfigError([f"--resume {resume}: no complete checkpoint there", *skipped])
     return found, skipped
 
 
-def _whole(resume: str, checkpoint: Path) -> Path:
-    if problem := problem_of(checkpoint, contents=True):
+def _whole(resume: str, checkpoint: Path, check: Check) -> Path:
+    if problem := check(checkpoint):
         raise ConfigError(f"--resume {resume}: {problem}. Give another checkpoint, or --resume auto")
     return checkpoint
 
 
-def _newest(folder: Path) -> tuple[Path | None, list[str]]:
+def _newest(folder: Path, check: Check) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint of `folder`, and what is wrong with newer ones, oldest first."""
     skipped: list[str] = []
     for path in reversed(all_checkpoints(folder)):
-        problem = problem_of(path, contents=True)
+        problem = check(path)
         if problem is None:
             return path, skipped
         skipped.insert(0, problem)

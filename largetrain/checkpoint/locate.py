@@ -5,28 +5,28 @@ from pathlib import Path
 
 from largetrain.checkpoint.folder import all_checkpoints, pointed_at
 from largetrain.checkpoint.manifest import MANIFEST, STEP_NAME
-from largetrain.checkpoint.verify import problem_of
+from largetrain.checkpoint.verify import Check, contents_problem_of
 from largetrain.errors import ConfigError
 
 POINTERS = ("best", "latest")
 
 
-def checkpoint_at(path: Path, key: str, *, contents: bool = True) -> Path | None:
+def checkpoint_at(path: Path, key: str, check: Check = contents_problem_of) -> Path | None:
     """The complete checkpoint that `path` means; None when there is nothing of ours.
 
     Args:
         path: a checkpoint, a run's output folder, its `checkpoints/` (the newest complete one of either), or
             `RUN/best`, `RUN/latest`, `RUN/checkpoints/best`.
         key: where the path was written, for messages.
-        contents: also compare the SHA-256 of every file.
+        check: of one of ours; `problem_of` leaves the contents of its files out.
 
     Raises:
         ConfigError: it is one of ours and not complete, or a run without any.
     """
     if path.name in POINTERS and not path.is_dir():
-        return _pointed(path, key, contents)
+        return _pointed(path, key, check)
     if is_checkpoint(path):
-        if problem := problem_of(path, contents=contents):
+        if problem := check(path):
             raise ConfigError(f"{key}: {problem}.")
         return path
     folder = checkpoints_folder(path)
@@ -34,7 +34,7 @@ def checkpoint_at(path: Path, key: str, *, contents: bool = True) -> Path | None
         return None
     problems = []
     for found in reversed(all_checkpoints(folder)):
-        problem = problem_of(found, contents=contents)
+        problem = check(found)
         if problem is None:
             return found
         problems.append(f"{key}: {problem}.")
@@ -69,13 +69,13 @@ def existing(path: str, key: str) -> Path:
     return given
 
 
-def _pointed(path: Path, key: str, contents: bool) -> Path | None:
+def _pointed(path: Path, key: str, check: Check) -> Path | None:
     pointer = path.parent / "checkpoints" / path.name if (path.parent / "checkpoints").is_dir() else path
     if not pointer.is_file():
         raise ConfigError(f"{key}: {pointer.parent} names no {path.name} checkpoint.")
     found = pointed_at(pointer)
     if found is None:
         raise ConfigError(f"{key}: {pointer} names no checkpoint that is there.")
-    if problem := problem_of(found, contents=contents):
+    if problem := check(found):
         raise ConfigError(f"{key}: {problem}.")
     return found

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from largetrain.checkpoint.folder import (
     complete_checkpoints,
     find_checkpoint,
@@ -23,7 +21,8 @@ from largetrain.checkpoint.folder import (
     read_facts,
     step_of,
 )
-from largetrain.checkpoint.verify import read_best_record
+from largetrain.checkpoint.together import led_by_first
+from largetrain.checkpoint.verify import Check, read_best_record
 from largetrain.checkpoint.writer import point
 from largetrain.errors import ConfigError
 
@@ -81,7 +80,7 @@ class Start:
 
 
 def decide_start(name: str, output: str | None, resume: str | None, *, writes: bool = True) -> Start:
-    """Choose output folder and checkpoint on rank 0 and give the decision to all ranks.
+    """Choose output folder and checkpoint on rank 0 and give the decision to all ranks, which read it together.
 
     Args:
         name: the run's name, for the default folder `runs/<name>-<time>`.
@@ -92,17 +91,8 @@ def decide_start(name: str, output: str | None, resume: str | None, *, writes: b
     Raises:
         ConfigError: on every rank: the folder holds another run or cannot be written, the checkpoint is unusable.
     """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = _decide(name, output, resume) if writes else _found(name, output, resume)
-        except ConfigError as error:
-            outcome[1] = error.problems
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ConfigError(outcome[1], on_all_ranks=True)
-    start: Start = outcome[0]
-    return start
+    decide = _decide if writes else _found
+    return led_by_first(lambda check: decide(name, output, resume, check))
 
 
 def check_fit(start: Start, facts: dict[str, Any], same: Mapping[str, str] = SAME) -> list[str]:
@@ -172,23 +162,23 @@ def _differences(where: str, then: Any, now: Any) -> Iterator[tuple[str, Any, An
         yield where, then, now
 
 
-def _found(name: str, output: str | None, resume: str | None) -> Start:
+def _found(name: str, output: str | None, resume: str | None, check: Check) -> Start:
     """The checkpoint to read, where nothing is written."""
     folder = Path(output) if output is not None else _default_output(name, resume)
     if resume is None:
         return Start(folder, None, None, (), "")
-    checkpoint, skipped = find_checkpoint(resume, folder)
+    checkpoint, skipped = find_checkpoint(resume, folder, check)
     if checkpoint is None:
         raise ConfigError(f"--resume {resume}: no complete checkpoint in {folder / 'checkpoints'}; name one")
     messages = tuple(f"passed over: {problem}" for problem in skipped)
     return Start(folder, checkpoint, read_facts(checkpoint), messages, "")
 
 
-def _decide(name: str, output: str | None, resume: str | None) -> Start:
+def _decide(name: str, output: str | None, resume: str | None, check: Check) -> Start:
     folder = Path(output) if output is not None else _default_output(name, resume)
     checkpoint, saved, messages = None, None, []
     if resume is not None:
-        checkpoint, skipped = find_checkpoint(resume, folder)
+        checkpoint, skipped = find_checkpoint(resume, folder, check)
         messages = [f"passed over: {problem}" for problem in skipped]
         if checkpoint is None:
             messages.append(f"--resume auto: no complete checkpoint in {folder / 'checkpoints'}; starting anew")

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +12,7 @@ from largetrain.checkpoint.manifest import (
     BEST_RECORD,
     FACTS,
     FileRecord,
+    Manifest,
     damaged,
     parsed_json,
     read_json,
@@ -22,8 +23,10 @@ from largetrain.checkpoint.manifest import (
 )
 from largetrain.errors import CheckpointError
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 MOST_THREADS = 8
+Check = Callable[[Path], str | None]
+"""Says what is wrong with a checkpoint folder, in one line; None: nothing."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -35,6 +38,11 @@ def problem_of(checkpoint: Path, *, contents: bool = False) -> str | None:
     """
     with closing(_problems(checkpoint, contents)) as problems:
         return next(problems, None)
+
+
+def contents_problem_of(checkpoint: Path) -> str | None:
+    """As `problem_of`, contents included."""
+    return problem_of(checkpoint, contents=True)
 
 
 def problems_of(checkpoint: Path) -> list[str]:
@@ -50,6 +58,43 @@ def _problems(checkpoint: Path, contents: bool) -> Generator[str, None, None]:
         yield _words(checkpoint, error)
         return
 
+    names = sorted({BEST_RECORD, *manifest.files})
+    with closing(_checked(checkpoint, manifest, names, contents)) as problems:
+        yield from (problem for _, problem in problems)
+
+
+def problems_in_share(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Of the files that one of several ranks reads: the name of each that is not what was written -> what is wrong.
+
+    The ranks' shares together are all files that the manifest names; a rank's own, where as many ranks wrote it.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except (CheckpointError, OSError) as error:
+        return {"": _words(checkpoint, error)}
+    return dict(_checked(checkpoint, manifest, shares(manifest, ranks)[rank], contents=True))
+
+
+def shares(manifest: Manifest, ranks: int) -> list[list[str]]:
+    """Names of the files that each of so many ranks reads."""
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    if ranks == manifest.world_size:
+        for name in manifest.files:
+            found[0 if name == FACTS else int(Path(name).stem[5:]) % ranks].append(name)
+        return found
+    loads = [0] * ranks
+    for name in sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name)):
+        least = loads.index(min(loads))
+        loads[least] += manifest.files[name].bytes
+        found[least].append(name)
+    return found
+
+
+def _checked(
+    checkpoint: Path, manifest: Manifest, names: Sequence[str], contents: bool
+) -> Generator[tuple[str, str], None, None]:
+    """Name and problem of each of these files that has one, in the given order."""
+
     def check(name: str) -> str | None:
         try:
             if name == BEST_RECORD:
@@ -62,15 +107,24 @@ def _problems(checkpoint: Path, contents: bool) -> Generator[str, None, None]:
             return _words(checkpoint, error)
         return None
 
-    names = sorted({BEST_RECORD, *manifest.files})
     if not contents:
-        yield from filter(None, map(check, names))
+        for name in names:
+            if problem := check(name):
+                yield name, problem
         return
-    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // _neighbours())))
     try:
-        yield from filter(None, pool.map(check, names))
+        for name, problem in zip(names, pool.map(check, names), strict=True):
+            if problem:
+                yield name, problem
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _neighbours() -> int:
+    """Ranks of this host, which may read at the same time."""
+    written = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(written) if written.isascii() and written.isdecimal() and int(written) else 1
 
 
 def _words(checkpoint: Path, error: Exception) -> str:
@@ -140,6 +194,8 @@ def _hashed(path: Path) -> str:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     try:
         with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | NO_FOLLOW)) as file:
+            if hasattr(os, "posix_fadvise"):  # the disk reads further ahead while this is hashed
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
     except OSError as error:

@@ -32,6 +32,8 @@ from largetrain.checkpoint.sources import (
     shards_of,
     without_prefixes,
 )
+from largetrain.checkpoint.together import led_by_first
+from largetrain.checkpoint.verify import Check, contents_problem_of, problem_of
 from largetrain.config.prefixes import fits
 from largetrain.errors import CheckpointError, ConfigError
 from largetrain.models.state_dicts import COUNTER, some, tensors_of
@@ -60,17 +62,43 @@ def weights_from(
         ConfigError: it is none of these, damaged, or holds what could run code.
     """
     given = existing(path, key)
-    try:
-        ours = checkpoint_at(given, key, contents=contents)
-        if ours is not None:
+    ours = ours_at(path, key, contents_problem_of if contents else problem_of)
+    if ours is not None:
+        try:
             return _of_checkpoint(ours, key, ema)
+        except CheckpointError as error:
+            raise ConfigError(f"{key}: {error}.") from error
+    if ema:
+        raise ConfigError(f"{key}: {given} is no checkpoint of largetrain, and holds no moving average.")
+    return _of_file(given, key) if given.is_file() else _of_folder(given, key, trust)
+
+
+def weights_together(path: str, key: str = "init_from") -> Source:
+    """As `weights_from`, with a checkpoint of ours read and hashed by all ranks together. A collective.
+
+    Raises:
+        ConfigError: on all ranks: it cannot be used.
+    """
+    ours = led_by_first(lambda check: ours_at(path, key, check))
+    return weights_from(path if ours is None else str(ours), key, contents=False)
+
+
+def ours_at(path: str, key: str, check: Check) -> Path | None:
+    """The checkpoint of ours that a source of weights means; None where it means something else.
+
+    Args:
+        check: as for `checkpoint_at`.
+
+    Raises:
+        ConfigError: there is nothing, or a checkpoint of ours that is not whole.
+    """
+    given = existing(path, key)
+    try:
+        return checkpoint_at(given, key, check)
     except CheckpointError as error:
         raise ConfigError(f"{key}: {error}.") from error
     except ConfigError as error:
         raise _with_way_out(error, given) from error
-    if ema:
-        raise ConfigError(f"{key}: {given} is no checkpoint of largetrain, and holds no moving average.")
-    return _of_file(given, key) if given.is_file() else _of_folder(given, key, trust)
 
 
 def _with_way_out(error: ConfigError, given: Path) -> ConfigError:

@@ -11,6 +11,7 @@ from typing import Any
 from largetrain.checkpoint.folder import step_of
 from largetrain.checkpoint.locate import checkpoint_at, existing
 from largetrain.checkpoint.space import in_words
+from largetrain.checkpoint.verify import contents_problem_of, problem_of
 from largetrain.cli import discard_output
 from largetrain.cli.arguments import Parser
 from largetrain.errors import EXIT_DONE, EXIT_MISTAKE, CheckpointError, ConfigError
@@ -132,7 +133,7 @@ Outcome = tuple[int, list[str]]
 def _checkpoint(path: str, key: str, contents: bool = False) -> Path:
     """The complete checkpoint of ours that a path means."""
     given = existing(path, key)
-    found = checkpoint_at(given, key, contents=contents)
+    found = checkpoint_at(given, key, contents_problem_of if contents else problem_of)
     if found is None:
         raise ConfigError(f"{key}: {given} holds no checkpoint of largetrain; name {WHICH}.")
     return found

@@ -11,7 +11,7 @@ from largetrain import __version__
 from largetrain.callbacks.periodic import is_due
 from largetrain.checkpoint.reader import open_checkpoint
 from largetrain.checkpoint.resume import Start, same_layout
-from largetrain.checkpoint.weights import match_report, weights_from
+from largetrain.checkpoint.weights import match_report, weights_together
 from largetrain.compose.backend import AnyBackend, dropout_stream
 from largetrain.compose.model import Say
 from largetrain.compose.watching import every_steps
@@ -106,7 +106,7 @@ def begin_with(path: str, allowed_missing: Sequence[str], backend: AnyBackend, s
     Raises:
         ConfigError: there are no weights, or they are another model's.
     """
-    source = weights_from(path)
+    source = weights_together(path)
     report = match_report(backend.shapes(), source, tuple(allowed_missing))
     for line in report.lines:
         say(f"init_from: {line}")

@@ -13,25 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from largetrain.config.layout import Layout
-from largetrain.engine import schedules
 from largetrain.engine.auto_tensor import AutoTensor, needs_auto_tensor
 from largetrain.engine.base import MicroBatch, StepResult
-from largetrain.engine.buffers import buffer_pieces, restore_buffers, saved_buffers
-from largetrain.engine.gate import gate_of
+from largetrain.engine.buffers import saved_buffers
+from largetrain.engine.deepspeed_state import EngineState
 from largetrain.engine.half_on_cpu import half_arithmetic
-from largetrain.engine.held import (
-    layout_bound,
-    optimizer_numbers,
-    optimizer_pieces,
-    own_part,
-    restore_optimizer,
-    restore_weights,
-    share_of,
-    tied_names,
-    weight_pieces,
-    whole_shape,
-)
-from largetrain.engine.loss_scale import moving_scale, restore_scale
+from largetrain.engine.held import tied_names, whole_shape
 from largetrain.engine.modes import evaluation_mode
 from largetrain.engine.mpu import unit_for
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
@@ -39,7 +26,6 @@ from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import Sums, UpdateSums, evaluation_sums
-from largetrain.engine.zero_state import copy_into_model, frozen_pieces, held_by, owners_of, restore_frozen
 from largetrain.models.ulysses import sequence_batch
 from largetrain.parallel.axes import Axes, Axis, make_axes
 from largetrain.parallel.pieces import Pieces, Snapshot
@@ -163,32 +149,21 @@ class DeepSpeedBackend:
         take_first_gradients(self.optimizer, self.stage, parameters, self.axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
-        self._scale_is_dynamic = self._defer_loss_scale()
-        schedules.start(self.scheduler, self.optimizer)
-        self._gate = gate_of(self.optimizer, self._inner)
+        named = dict(self.engine.module.named_parameters())
+        self._state = EngineState(self.engine, self.stage, self.dtype, named, self._buffers, self.axes)
 
-    def _defer_loss_scale(self) -> bool:
-        """Move the loss scale after each update instead of within it, and keep it at its floor without an exception.
-
-        DeepSpeed 0.19 grows the scale between computing the gradients and dividing them by it, which halves the
-        gradient of every update at which it grows. At the floor it raises a bare Exception; here the guard stops.
-        """
-        scaler = getattr(self.optimizer, "loss_scaler", None)
-        if self.dtype != torch.float16 or not getattr(scaler, "dynamic", False):
-            return False
-        scaler.raise_error_at_min_scale = False  # type: ignore[union-attr]
-        self.optimizer._update_scale = lambda has_overflow: None  # not on the scaler: DeepSpeed pickles that
-        return True
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(saved_buffers(self.engine.module))
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update, of parameters without a factor."""
-        return schedules.base_rate(self.optimizer)
+        return self._state.lr
 
     @property
     def loss_scale(self) -> float:
         """Loss scale of the next update; 1.0 without fp16."""
-        return float(self.optimizer.loss_scale) if self.dtype == torch.float16 else 1.0
+        return self._state.loss_scale
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """Pull exactly gradient_accumulation_steps items, then update once.
@@ -208,11 +183,7 @@ class DeepSpeedBackend:
                 self.engine.backward(sums.scaled(loss_sum, self.accumulation))
             self.engine.step()
         loss, tokens = sums.finish()
-        applied = bool(self.engine.was_step_applied())
-        exhausted = False
-        if self._scale_is_dynamic:
-            exhausted = not applied and scale <= self.optimizer.loss_scaler.min_scale
-            self.optimizer.loss_scaler.update_scale(not applied)
+        applied, exhausted = self._state.finish_update(scale)
         return StepResult(
             loss=loss,
             lr=lr,
@@ -241,76 +212,20 @@ class DeepSpeedBackend:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Weights and buffers by name, tied ones under their first name."""
-        whole = [(name, whole_shape(parameter)) for name, parameter in self.engine.module.named_parameters()]
-        return dict(whole) | {name: tuple(buffer.shape) for name, buffer in saved_buffers(self.engine.module)}
+        whole = {name: whole_shape(parameter) for name, parameter in self._state.named.items()}
+        return whole | {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
 
     def snapshot(self) -> Snapshot:
         """This rank's part of weights, optimizer state and loss scale; collective."""
-        held = held_by(self.engine, self.stage)
-        owners = owners_of(self.engine, self.stage)
-        mine = weight_pieces(held) + optimizer_pieces(held, self._inner)
-        alike, sharded = frozen_pieces(self.engine.module.named_parameters())
-        alike += buffer_pieces(saved_buffers(self.engine.module))
-        if self.stage == 0:  # every replica holds everything
-            alike, mine = mine + alike, []
-        bound = layout_bound(owners, self._inner)
-        shared = {
-            "updates": self.engine.global_steps,
-            "applied": self.engine.global_steps - self.engine.skipped_steps,
-            "loss_scale": moving_scale(self._scaler),
-            "optimizer": optimizer_numbers(owners, self._inner),
-            # Muon's momentum follows DeepSpeed's own order of whole matrices
-            "layout_bound": bool(bound) or type(self._inner).__name__.lower().startswith("muon"),
-            "tied": tied_names(self.engine.module.named_parameters(remove_duplicate=False)),
-        }
-        pieces = share_of(alike, [*mine, *sharded], self.axes)
-        before_change = None if self._gate is None else self._gate.shut
-        return Snapshot(pieces, shared, {"optimizer": bound} if bound else {}, before_change)
+        return self._state.snapshot(tied_names(self.engine.module.named_parameters(remove_duplicate=False)))
 
     def restore(self, pieces: Pieces, same_layout: bool) -> None:
-        """Take up weights, optimizer state, counters and loss scale, whatever layout wrote them; collective.
-
-        Optimizer parameters and the schedule are those of the engine JSON: with an unchanged one the same bits,
-        with another learning rate or length the new ones, and not silently what the checkpoint remembers.
-
-        Raises:
-            CheckpointError: the checkpoint lacks something, or only the layout that wrote it can use it.
-        """
-        shared = pieces.shared
-        own = own_part(pieces, same_layout)
-        self._fill(pieces)
-        held, owners = held_by(self.engine, self.stage), owners_of(self.engine, self.stage)
-        restore_optimizer(held, owners, self._inner, pieces, shared["optimizer"], own.get("optimizer", {}))
-        if self.stage in (1, 2):
-            self.optimizer._hp_optimizer_states_linked = False  # DeepSpeed's views of the state are made anew
-        copy_into_model(self.engine, self.stage)
-        updates = shared["updates"]
-        self.engine.global_steps, self.engine.skipped_steps = updates, updates - shared["applied"]
-        self.engine.micro_steps = updates * self.accumulation
-        self.engine.global_samples = updates * self.engine.train_batch_size()
-        restore_scale(self._scaler, shared["loss_scale"])
-        if self.scheduler is not None:
-            schedules.go_to(self.scheduler, shared["applied"])
+        """See `EngineState.restore`."""
+        self._state.restore(pieces, same_layout, self.accumulation)
 
     def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
         """Take weights and buffers alone, of these names or all of them; collective."""
-        self._fill(pieces, names)
-        copy_into_model(self.engine, self.stage)
-
-    def _fill(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
-        held = held_by(self.engine, self.stage)
-        restore_weights([part for part in held if names is None or part.name in names], pieces)
-        restore_frozen(self.engine.module.named_parameters(), pieces, names)
-        restore_buffers(saved_buffers(self.engine.module), pieces, names)
-
-    @property
-    def _inner(self) -> Any:
-        """The optimizer that updates tensors, below DeepSpeed's wrapper."""
-        return self.optimizer if self.stage == 0 else self.optimizer.optimizer
-
-    @property
-    def _scaler(self) -> Any:
-        return getattr(self.optimizer, "loss_scaler", None) if self.dtype == torch.float16 else None
+        self._state.load_weights(pieces, names)
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
         return {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

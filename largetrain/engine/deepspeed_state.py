@@ -21,7 +21,7 @@ from largetrain.engine.held import (
     weight_pieces,
 )
 from largetrain.engine.loss_scale import moving_scale, restore_scale
-from largetrain.engine.zero_state import copy_into_model, frozen_pieces, held_by, owners_of, restore_frozen
+from largetrain.engine.zero_state import fill_model, frozen_pieces, held_by, owners_of, restore_frozen
 from largetrain.parallel.axes import Axes
 from largetrain.parallel.pieces import Pieces, Snapshot
 
@@ -153,7 +153,6 @@ class EngineState:
         restore_optimizer(held, owners, self._inner, pieces, shared["optimizer"], own.get("optimizer", {}))
         if self.stage in (1, 2):
             self.optimizer._hp_optimizer_states_linked = False  # DeepSpeed's views of the state are made anew
-        copy_into_model(self.engine, self.stage)
         updates = shared["updates"]
         self.engine.global_steps, self.engine.skipped_steps = updates, updates - shared["applied"]
         self.engine.micro_steps = updates * accumulation
@@ -165,11 +164,11 @@ class EngineState:
     def load_weights(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
         """Take weights and buffers alone, of these names or all of them; collective."""
         self._fill(pieces, names)
-        copy_into_model(self.engine, self.stage)
 
     def _fill(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
         held = held_by(self.engine, self.stage, self.named.items())
         restore_weights([part for part in held if names is None or part.name in names], pieces)
+        fill_model(self.engine, self.stage, self.named, pieces, names)
         restore_frozen(self.named.items(), pieces, names)
         restore_buffers(self.buffers().items(), pieces, names)
 

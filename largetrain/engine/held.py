@@ -160,7 +160,7 @@ def restore_weights(held: Iterable[Held], pieces: Pieces) -> None:
     Raises:
         CheckpointError: a parameter is not in the checkpoint, or has another shape there.
     """
-    for part in held:
+    for part in sorted(held, key=lambda part: part.name):  # as they lie in the files, so that the disk reads ahead
         part.fill(part.owner, part.read(pieces, MODEL + part.name))
 
 
@@ -208,13 +208,12 @@ def restore_optimizer(
             kind, _, name = key.removeprefix(OPTIMIZER).partition("/")
             kinds[name].append(kind)
     optimizer.state.clear()
-    for part in held:
-        state = optimizer.state[part.owner]
-        for kind in kinds.get(part.name, ()):
-            values = part.read(pieces, f"{OPTIMIZER}{kind}/{part.name}")
-            if kind not in state:  # padding between parameters stays zero, as it is in the run that wrote this
-                state[kind] = torch.zeros_like(part.owner, dtype=values.dtype, requires_grad=False)
-            part.fill(state[kind], values)
+    wanted = [(kind, part) for part in held for kind in kinds.get(part.name, ())]
+    for kind, part in sorted(wanted, key=lambda one: (one[0], one[1].name)):  # as they lie in the files
+        values, state = part.read(pieces, f"{OPTIMIZER}{kind}/{part.name}"), optimizer.state[part.owner]
+        if kind not in state:  # padding between parameters stays zero, as it is in the run that wrote this
+            state[kind] = torch.zeros_like(part.owner, dtype=values.dtype, requires_grad=False)
+        part.fill(state[kind], values)
     for name, owner in owners.items():
         for kind, stored in numbers.items():
             value = stored["all"] if "all" in stored else stored["each"].get(name)

@@ -117,6 +117,24 @@ def _frozen_part(parameter: Any) -> tuple[int, Tensor]:
     return start, part.detach().reshape(-1)[: max(0, parameter.ds_numel - start)]
 
 
+def fill_model(engine: Any, stage: int, named: Named, pieces: Pieces, names: Collection[str] | None = None) -> None:
+    """Bring trained weights that the optimizer's tensors have taken up into the model that computes; collective.
+
+    ZeRO 1 and 2 gather them from all ranks, which takes gloo as long as reading them several times: there every rank
+    reads all of them itself, and rounds them as the gathering would.
+
+    Args:
+        named: all parameters by name, each once.
+        names: those that have been taken up; None: all.
+    """
+    if stage in (1, 2) and dist.get_backend() == "gloo":
+        for part in sorted(whole_parameters(trained(named)), key=lambda part: part.name):
+            if names is None or part.name in names:
+                part.fill(part.owner, part.read(pieces, MODEL + part.name))
+    else:
+        copy_into_model(engine, stage)
+
+
 def copy_into_model(engine: Any, stage: int) -> None:
     """Bring changed fp32 masters into the weights that the model computes with; collective."""
     optimizer = engine.optimizer
