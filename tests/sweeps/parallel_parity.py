@@ -1,10 +1,10 @@
-"""Every layout of the decoder against the single-process loop: tensor, sequence and data parallelism with ZeRO.
+"""Every layout of the decoder against the single-process loop: tensor, sequence, pipeline and data parallelism, ZeRO.
 
     python -m tests.sweeps.parallel_parity [--backend NAME ...] [--only WORD ...] [--list]
 
 Each cell makes 10 updates on 2 or 4 ranks and compares losses, gradient norms, an evaluation and the gathered weights
 with the loop; initial weights and the ranks' replicas must be equal to the bit. Cells of one world size share their
-ranks' start. Half an hour on two cores; CI runs a core (tests/distributed/test_tensor_parallel.py and others).
+ranks' start. An hour on two cores; CI runs a core (tests/distributed/test_tensor_parallel.py, test_pipeline.py and others).
 """
 
 import argparse
@@ -53,7 +53,29 @@ def ulysses_cells() -> Iterator[Cell]:
             yield Cell(**layout, zero=zero, precision=precision)
 
 
-CELLS = {"deepspeed": (tensor_cells, ulysses_cells)}
+def pipeline_cells() -> Iterator[Cell]:
+    """2 and 4 stages, alone and with data and tensor parallelism; fewer micro-batches than stages, and more."""
+    for layout, zero in itertools.product(({}, {"data": 2}, {"tensor": 2}), (0, 1)):
+        common = {"backend": "pipeline", "stages": 2, **layout, "zero": zero}
+        looks = itertools.product((*LOOKS, {"style": "llama", "tied": True}), (1, 2, 4))
+        yield from (Cell(**common, **look, accumulation=accumulation) for look, accumulation in looks)
+        yield Cell(**common, tied=True, chunk=5, recompute=True, optimizer="SGD", accumulation=4)
+        for precision, accumulation in itertools.product(("bf16", "fp16") if zero > 0 else (), (1, 4)):
+            yield Cell(**common, precision=precision, accumulation=accumulation)
+            yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=accumulation)
+    for layout, zero in itertools.product(({}, {"data": 2}), (0, 1)):
+        common = {"backend": "pipeline", "stages": 4, **layout, "zero": zero}
+        looks = itertools.product(LOOKS, (1, 2, 4))
+        yield from (Cell(**common, **look, accumulation=accumulation) for look, accumulation in looks)
+        for precision in ("bf16", "fp16") if zero > 0 else ():
+            yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=4)
+    for zero, sequence_parallel in itertools.product((0, 1), (False, True)):
+        common = {"backend": "pipeline", "stages": 2, "tensor": 2, "zero": zero, "accumulation": 4}
+        yield Cell(**common, sequence_parallel=sequence_parallel, style="gpt", tied=True, recompute=True)
+        yield Cell(**common, sequence_parallel=sequence_parallel, data=2)
+
+
+CELLS = {"deepspeed": (tensor_cells, ulysses_cells), "pipeline": (pipeline_cells,)}
 """Backend -> what lists its cells; `tests/distributed/parity/parallel.py: BACKENDS` says how they are run."""
 
 
