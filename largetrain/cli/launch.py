@@ -34,6 +34,7 @@ from largetrain.hosts.restarts import Policy, Supervisor
 from largetrain.hosts.selection import select
 
 LAUNCHERS = ("ssh", "torchrun")
+PROGRAM = ("-m", "largetrain", "train")  # what Python runs as a rank
 
 
 def parser() -> Parser:
@@ -173,6 +174,7 @@ def _job(options: Namespace, trained: Namespace, resolved: Resolved, arguments: 
         files=files,
         arguments=words,
         python=sys.executable,
+        program=PROGRAM,
         torchrun=options.launcher == "torchrun",
     )
 

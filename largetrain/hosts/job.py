@@ -29,9 +29,9 @@ class Job:
     arguments: tuple[Word, ...]
     """Of `largetrain train`."""
     python: str
+    program: tuple[str, ...]
+    """What Python runs as a rank, before the arguments."""
     number: str = field(default_factory=lambda: secrets.token_hex(8))
-    program: tuple[str, ...] = ("-m", "largetrain", "train")
-    """What Python runs; tests put another one here."""
     torchrun: bool = False
     """Each host gets one torchrun that starts its ranks."""
 
