@@ -2,9 +2,9 @@
 
     python -m tests.sweeps.parallel_parity [--backend NAME ...] [--only WORD ...] [--list]
 
-Each cell makes 10 updates on 2 or 4 ranks and compares losses, gradient norms, an evaluation and the gathered weights
+Each cell makes 10 updates on 2 to 8 ranks and compares losses, gradient norms, an evaluation and the gathered weights
 with the loop; initial weights and the ranks' replicas must be equal to the bit. Cells of one world size share their
-ranks' start. An hour on two cores; CI runs a core (tests/distributed/test_tensor_parallel.py, test_pipeline.py and others).
+ranks' start. An hour on two cores; CI runs a core (test_tensor_parallel.py, test_pipeline.py and others).
 """
 
 import argparse
