@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -146,8 +147,7 @@ class CheckpointReader:
                 for copy in copies:
                     copy(descriptor)
                 return
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(lambda copy: copy(descriptor), copies))
+            list(self._threads.map(lambda copy: copy(descriptor), copies))
         except EOFError as error:
             raise damaged(path, "is shorter than it was written") from error
         except OSError as error:
@@ -169,6 +169,10 @@ class CheckpointReader:
         if not isinstance(own, dict):
             raise damaged(self.folder / name, "is not what was written (no table)")
         return own
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, "read")
 
     def _opened(self, file: str) -> BinaryIO:
         if file not in self._open:

@@ -6,8 +6,10 @@ reverse order, and ratios are taken within the rounds. What is loaded comes from
 page cache before. Numbers are worth something on an otherwise idle machine and disk only.
 
 Saves of ours are hashed, synced and published; plain files are written and synced; DCP syncs, DeepSpeed does not, so
-that its files are synced, and timed, afterwards. "Pause" is what training waits for, "lost" how much later a series of
-matrix products on every rank ends that has such a save among them.
+that its files are synced, and timed, afterwards. "Pause" is what training waits for: ours copies while the next update
+computes its gradients (here matrix products, as many operations as those of one sample of 512 tokens take), and the
+wait before that update's step counts. "Lost" is how much later a series of matrix products on every rank ends that has
+such a save among them.
 """
 
 import argparse

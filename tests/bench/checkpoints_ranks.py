@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from largetrain.checkpoint.writer import sync
+from largetrain.engine.gate import Gate
 from tests.bench import checkpoints_report as names
 from tests.bench.checkpoints_state import (
     FACTS,
@@ -37,6 +38,7 @@ from tests.bench.checkpoints_state import (
 from tests.bench.vision import there_and_back
 
 PRODUCT_SIDE, PRODUCTS = 512, 4
+SAMPLE_TOKENS = 512
 COVER = 1.5
 """So many times as long as a save takes do the updates go on that are timed beside one."""
 
@@ -55,7 +57,7 @@ class Clock:
         return result
 
     def time_save(self, name: str, start: Callable[[], Any], finish: Callable[[Any], Any]) -> None:
-        """A save in the background: how long training waits, and how long until it is done."""
+        """A save in the background: how long the call takes, and how long until it is done."""
         dist.barrier()
         begin = time.perf_counter()
         started = start()
@@ -63,6 +65,18 @@ class Clock:
         finish(started)
         self.seconds[name] = latest(time.perf_counter() - begin)
         self.seconds[names.pause(name)] = latest(pause)
+
+    def time_pause(self, name: str, start: Callable[[], Any], gradients: Callable[[], None], gate: Gate) -> None:
+        """How long training waits for a save: in the call, and before the step that follows on the next gradients."""
+        dist.barrier()
+        begin = time.perf_counter()
+        start()
+        called = time.perf_counter()
+        gradients()
+        computed = time.perf_counter()
+        gate.open()
+        waited = time.perf_counter() - computed
+        self.seconds[names.pause(name)] = latest(called - begin + waited)
 
 
 def latest(value: float) -> float:
@@ -94,7 +108,8 @@ class Round:
 
     def ours_async(self) -> None:
         self.clear()
-        writing = manager(self.folder, asynchronous=True)
+        writing = manager(self.folder, True, self.state)
+        self.gradients()  # what a run does before its first save
 
         def start(step: int) -> Callable[[], Any]:
             return lambda: writing.save(step, FACTS, self.state.snapshot)
@@ -102,14 +117,18 @@ class Round:
         def finish(_: Any) -> None:
             writing.finish()
 
-        self.clock.time_save(names.OURS_FIRST, start(1), finish)
-        self.clock.time_save(names.OURS, start(2), finish)
-        self.beside_updates(names.OURS, start(3), finish)
+        for step, name in ((1, names.OURS_FIRST), (2, names.OURS)):
+            self.clock.time_pause(name, start(step), self.gradients, self.state.gate)
+            writing.finish()
+        pause = self.clock.seconds[names.pause(names.OURS)]
+        self.clock.time_save(names.OURS, start(3), finish)
+        self.clock.seconds[names.pause(names.OURS)] = pause
+        self.beside_updates(names.OURS, start(4), finish)
         writing.close()
 
     def ours_sync(self) -> None:
         self.clear()
-        writing = manager(self.folder, asynchronous=False)
+        writing = manager(self.folder, False, self.state)
         for step, name in ((1, names.OURS_SYNC_FIRST), (2, names.OURS_SYNC)):
             checkpoint = self.clock.time(name, lambda step=step: writing.save(step, FACTS, self.state.snapshot))
         writing.close()
@@ -193,10 +212,14 @@ class Round:
         idle.time("with a save", with_save)
         self.clock.seconds[names.lost(name)] = idle.seconds["with a save"] - idle.seconds["updates"]
 
-    def update(self) -> None:
+    def update(self, products: int = PRODUCTS) -> None:
         """Keeps this rank's core busy for some milliseconds."""
-        for _ in range(PRODUCTS):
+        for _ in range(products):
             self.factor @ self.factor
+
+    def gradients(self) -> None:
+        """As many operations as the gradients of one sample take: forward and backward pass, 6 a token and weight."""
+        self.update(math.ceil(6 * SAMPLE_TOKENS * self.sizes["parameters"] / (2 * PRODUCT_SIDE**3)))
 
 
 def compare(folder: Path, layers: int, width: int, rounds: int, say: Callable[[str], None] = print) -> dict[str, Any]:

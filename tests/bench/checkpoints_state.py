@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from largetrain.checkpoint.manager import CheckpointManager
 from largetrain.checkpoint.reader import open_checkpoint
 from largetrain.checkpoint.retention import Retention
-from largetrain.checkpoint.verify import problem_of
+from largetrain.checkpoint.together import led_by_first
 from largetrain.checkpoint.writer import sync
+from largetrain.engine.gate import Gate
 from largetrain.engine.held import (
     optimizer_numbers,
     optimizer_pieces,
@@ -30,7 +31,7 @@ from largetrain.engine.held import (
     restore_weights,
     weight_pieces,
 )
-from largetrain.engine.zero_state import copy_into_model, held_by, owners_of
+from largetrain.engine.zero_state import copy_into_model, fill_model, held_by, owners_of
 from largetrain.parallel.pieces import Piece, Snapshot
 
 STAGE, SEED, TAG = 1, 1234, "step"
@@ -65,6 +66,7 @@ class State:
         for piece in self.pieces():  # numbers that no disk can pack
             piece.values.normal_()
         copy_into_model(self.engine, STAGE)
+        self.gate = Gate(self.engine.optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -79,7 +81,8 @@ class State:
     def snapshot(self) -> Snapshot:
         """As largetrain's backend takes it, with the random generator."""
         numbers = optimizer_numbers(owners_of(self.engine, STAGE), self.optimizer)
-        return Snapshot(self.pieces(), {"optimizer": numbers}, {"random": torch.get_rng_state()})
+        own = {"random": torch.get_rng_state()}
+        return Snapshot(self.pieces(), {"optimizer": numbers}, own, self.gate.shut)
 
     def sums(self) -> dict[str, float]:
         """Of each piece: tells whether a load brought back what was saved."""
@@ -94,16 +97,17 @@ class State:
 # ---------------------------------------------------------------- largetrain
 
 
-def manager(folder: Path, asynchronous: bool) -> CheckpointManager:
+def manager(folder: Path, asynchronous: bool, state: State) -> CheckpointManager:
     """As a run makes it; nothing is pruned."""
-    return CheckpointManager(folder, Retention(keep_last=0), run_id="benchmark", asynchronous=asynchronous)
+    made = CheckpointManager(folder, Retention(keep_last=0), run_id="benchmark", asynchronous=asynchronous)
+    made.check_room(sum(piece.values.nbytes for piece in state.pieces()), reserve=True)
+    return made
 
 
 def verify(checkpoint: Path) -> None:
-    """Read and hash every file on rank 0, as `--resume` does before all ranks open it."""
-    problem = [problem_of(checkpoint, contents=True) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(problem)
-    assert problem[0] is None, problem[0]
+    """Read and hash every file, all ranks together, as `--resume` does before any of them opens it."""
+    problem = led_by_first(lambda check: check(checkpoint))
+    assert problem is None, problem
 
 
 def read_all(checkpoint: Path, state: State) -> None:
@@ -119,9 +123,9 @@ def restore(checkpoint: Path, state: State) -> None:
     reader = open_checkpoint(checkpoint)
     held = held_by(state.engine, STAGE)
     restore_weights(held, reader)
+    fill_model(state.engine, STAGE, state.engine.module.named_parameters(), reader)
     numbers = reader.shared["optimizer"]
     restore_optimizer(held, owners_of(state.engine, STAGE), state.optimizer, reader, numbers, {})
-    copy_into_model(state.engine, STAGE)
     reader.own(state.rank)
 
 
