@@ -54,7 +54,7 @@ def make_backend(
     backend: AnyBackend
     if resolved.backend == "pipeline":
         _check_vision_keys(run, resolved.backend)
-        staged, cut = make_stages(resolved, model, axes, device, say)
+        staged, cut = make_stages(resolved, model, data, axes, device, say)
         grouping = partial(stage_groups, resolved, axes, say)
         backend = PipelineBackend(staged, cut, task, resolved.engine, device, grouping, factor, axes)
         seed_rank(run.seed, dropout_stream(resolved.layout, dist.get_rank()))

@@ -46,6 +46,13 @@ class Cut:
     """This rank's stage keeps no activations of its layers but runs them again."""
 
 
+def input_of(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """What the first layer takes of a batch: tokens, or images in the dtype that it computes in."""
+    (key,) = [key for key in INPUTS if key in batch]
+    value: Tensor = batch[key].to(device, non_blocking=True)
+    return value.to(dtype) if value.is_floating_point() else value
+
+
 class _Ending(nn.Module):
     """What a task meets in place of the model, on the last stage: the outputs are there, the last layer may be left."""
 
@@ -209,13 +216,15 @@ class PipelineBackend:
         """
         self._pending, self._on_output = list(batches), on_output
         nothing = torch.zeros(())  # the labels that DeepSpeed wants: the batch itself waits in _pending
-        run(iter([(self._input(batch) if self._stage.is_first else nothing, nothing) for batch in batches]))
+        run(
+            iter(
+                [
+                    (input_of(batch, self.device, self.dtype) if self._stage.is_first else nothing, nothing)
+                    for batch in batches
+                ]
+            )
+        )
         assert not self._stage.is_last or not self._pending, "a micro-batch came out that did not go in"
-
-    def _input(self, batch: MicroBatch) -> Tensor:
-        (key,) = [key for key in INPUTS if key in batch]
-        value: Tensor = batch[key].to(self.device, non_blocking=True)
-        return value.to(self.dtype) if value.is_floating_point() else value
 
     def _loss(self, outputs: Tensor, nothing: Tensor) -> Tensor:
         """What DeepSpeed calls on the last stage, once for each micro-batch."""

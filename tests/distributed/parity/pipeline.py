@@ -22,7 +22,7 @@ def pipeline_backend(resolved: Resolved, join: Callable[..., Any], task: Any = N
     from dataclasses import replace
 
     resolved = replace(resolved, run=run)
-    staged, cut = make_stages(resolved, None, axes, device, lambda line: None)
+    staged, cut = make_stages(resolved, None, None, axes, device, lambda line: None)
     task = task or LanguageModeling(resolved.run.model.loss_chunk_tokens)
     return PipelineBackend(staged, cut, task, resolved.engine, device, axes=axes)
 
