@@ -4,10 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
-from largetrain.compose import AlreadyComplete
+from largetrain.compose import AlreadyComplete, build
+from largetrain.config.world import launch_world
+from largetrain.engine.zero_state import copy_into_model
 from largetrain.errors import ConfigError
-from tests.distributed.tiny_run import precision_section, rows_of, train, without_times, write_inputs
+from tests.distributed.tiny_run import precision_section, resolved_for, rows_of, train, without_times, write_inputs
 from tests.ranks import run_ranks
 
 SAVED, STOPPED, STEPS = 5, 7, 11  # 60 samples by 8: the checkpoint lies within the first epoch, the end in the second
@@ -85,6 +88,28 @@ def test_so_does_one_on_tensor_parallel_ranks(tmp_path, ranks, stage, precision,
     check_resumed(tmp_path, results)
     samples = [straight.updates[0]["samples"] for straight, _, _ in results]
     assert samples[0] == samples[1], "tensor-parallel ranks work on the same samples"
+
+
+def weights_taken_up(folder, steps, sets):
+    """After a resume: the weights that the model computes with, and what DeepSpeed's own gathering makes of them."""
+    train(folder, steps, "out", sets=sets)
+    resolved = resolved_for(folder, steps + 1, "out", sets)
+    backend = build(resolved, launch_world(), resume="auto", verbose=False, say=lambda line: None).trainer.backend
+    parameters = dict(backend.engine.module.named_parameters())
+    read = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    copy_into_model(backend.engine, backend.stage)
+    return read, {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def test_weights_read_by_every_rank_are_those_that_would_be_gathered(tmp_path):
+    write_inputs(tmp_path, precision_section("bf16"), {"checkpoints": {"at_end": True}})
+    for read, gathered in run_ranks(weights_taken_up, 2, tmp_path, 2, ["zero_optimization.stage=2"]):
+        assert read.keys() == gathered.keys()
+        for name, weights in read.items():
+            assert weights.dtype == torch.bfloat16 and torch.equal(weights, gathered[name]), name
 
 
 def test_loader_processes_do_not_disturb_the_continuation(tmp_path):
