@@ -74,12 +74,12 @@ def _built(layer: NamedLayer, tables: dict[str, Tensor], device: torch.device) -
 def _cost(layer: NamedLayer, module: nn.Module, value: Tensor, timed: bool) -> tuple[LayerCost, Tensor]:
     modes = [(part, part.training) for part in module.modules()]
     module.eval()  # statistics of batch norms must not move
-    saved = 0
+    saved: dict[int, int] = {}  # each storage once: the graph keeps them, so no two have the same address
+    own = {_storage(parameter) for parameter in module.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
-        nonlocal saved
-        if not isinstance(tensor, nn.Parameter):
-            saved += tensor.numel() * tensor.element_size()
+        if _storage(tensor) not in own:
+            saved.setdefault(_storage(tensor), tensor.numel() * tensor.element_size())
         return tensor
 
     inputs = value.detach().requires_grad_(value.is_floating_point())
@@ -89,10 +89,14 @@ def _cost(layer: NamedLayer, module: nn.Module, value: Tensor, timed: bool) -> t
     seconds = _seconds(module, inputs) if timed else 0.0
     for part, mode in modes:
         part.training = mode
-    own = [p for p in module.parameters() if p.requires_grad]
-    parameters = sum(p.numel() for p in own) if layer.tied_to is None else 0
+    parameters = 0 if layer.tied_to is not None else sum(p.numel() for p in module.parameters() if p.requires_grad)
     flops = counter.get_total_flops() + ELEMENTWISE * output.numel()
-    return LayerCost(layer.name, type(module).__name__, parameters, flops, saved, seconds), output.detach()
+    kind = type(module).__name__
+    return LayerCost(layer.name, kind, parameters, flops, sum(saved.values()), seconds), output.detach()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _given(inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What layers cost, where a model is cut, and what the table of stages says."""
+"""Where a pipeline is cut, and what is said of it."""
 
 import itertools
 import random
@@ -9,7 +9,6 @@ from torch import nn
 
 from largetrain.engine.partition import (
     LayerCost,
-    Memory,
     balanced,
     bounds_of,
     layer_costs,
@@ -19,168 +18,107 @@ from largetrain.engine.partition import (
     weights_of,
 )
 from largetrain.errors import ConfigError
-from largetrain.models.decoder import decoder_layers
-from largetrain.models.staged import staged_model
 from largetrain.models.stages import NamedLayer
-from largetrain.parallel.axes import Axes
-from tests.unit.models.specs import small_spec
+
+
+def cost(name="a", kind="Block", parameters=10, flops=1.0, saved=100, seconds=0.0):
+    return LayerCost(name, kind, parameters, flops, saved, seconds)
 
 
 def largest(weights, bounds):
     return max(sum(weights[begin:end]) for begin, end in itertools.pairwise(bounds))
 
 
-def every_cut(count, stages):
-    for inner in itertools.combinations(range(1, count), stages - 1):
-        yield [0, *inner, count]
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_cut_has_a_smaller_largest_stage(seed):
+    draw = random.Random(seed)
+    weights = [draw.choice([0.0, 1.0, draw.random() * 5]) for _ in range(draw.randint(3, 9))]
+    for stages in range(1, min(4, len(weights)) + 1):
+        found = balanced(weights, stages)
+        assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in itertools.pairwise(found))
+        others = itertools.combinations(range(1, len(weights)), stages - 1)
+        assert largest(weights, found) == pytest.approx(
+            min(largest(weights, [0, *cut, len(weights)]) for cut in others)
+        )
 
 
-def test_no_cut_has_a_smaller_largest_stage():
-    """Against all cuts of 200 random lists, with equal weights and zeros among them."""
-    draw = random.Random(7)
-    for _ in range(200):
-        count = draw.randint(1, 8)
-        weights = [float(draw.choice([0, 1, 1, 2, 3, 10])) for _ in range(count)]
-        stages = draw.randint(1, count)
-        bounds = balanced(weights, stages)
-        assert bounds in list(every_cut(count, stages))
-        assert largest(weights, bounds) == min(largest(weights, other) for other in every_cut(count, stages))
+def test_of_equal_cuts_the_most_even_is_taken():
+    assert balanced([4.0, 1, 1, 1, 1], 3) == [0, 1, 3, 5]
 
 
-def test_of_cuts_with_the_same_largest_stage_the_most_even_one_is_taken():
-    """One stage of 10 cannot be helped; the other six layers go three and three."""
-    assert balanced([10.0, 1, 1, 1, 1, 1, 1], 3) == [0, 1, 4, 7]
-    assert balanced([1.0] * 8, 4) == [0, 2, 4, 6, 8]
-
-
-def costs(*flops, seconds=None, kind="Block", parameters=100, saved=1 << 20):
-    times = seconds or [0.0] * len(flops)
-    return [
-        LayerCost(f"layer{index}", kind, parameters, float(one), saved, time)
-        for index, (one, time) in enumerate(zip(flops, times, strict=True))
-    ]
-
-
-def test_a_partition_is_counted_in_what_its_name_says():
-    found = [
-        LayerCost("table", "Embedding", 900, 1.0, 0, 0.5),
-        LayerCost("one", "Block", 100, 8.0, 0, 0.1),
-        LayerCost("two", "Block", 100, 8.0, 0, 0.1),
-        LayerCost("head", "Head", 100, 9.0, 0, 0.1),
-    ]
-    assert bounds_of("parameters", found, 2) == [0, 1, 4]
-    assert bounds_of("cost", found, 2) == [0, 2, 4]
-    assert bounds_of("time", found, 2) == [0, 1, 4]
-    assert bounds_of("uniform", found, 2) == [0, 2, 4]
-    assert weights_of("type:^block$", found) == [0.0, 1.0, 1.0, 0.0]
-    assert bounds_of("type:block|head", found, 3) == [0, 2, 3, 4]
-    assert bounds_of([1, 3], found, 2) == [0, 1, 4]
+def test_methods_count_what_they_say():
+    costs = [cost(parameters=5, flops=2.0, seconds=0.3), cost(kind="Norm", parameters=1, flops=1.0, seconds=0.1)]
+    assert weights_of("parameters", costs) == [5.0, 1.0]
+    assert weights_of("cost", costs) == [2.0, 1.0]
+    assert weights_of("time", costs) == [0.3, 0.1]
+    assert weights_of("uniform", costs) == [1.0, 1.0]
+    assert weights_of("type:^block$", costs) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("partition", "stages", "words"),
     [
-        ("fastest", 2, "is none of cost, parameters, uniform, time, type:REGEX"),
-        ("type", 2, "is none of"),
-        ("type:(", 2, "is no regular expression"),
-        ("type:conv", 2, "no layer's class fits 'conv'; there are Block"),
-        ([1, 1], 2, "adds up to 2 layers in 2 stages, but there are 3 layers (layer0, layer1, layer2)"),
-        ([1, 1, 1], 2, "for 2 stages"),
-        ("cost", 4, "4 stages for 3 layers; write at most that"),
+        ("parameter", 2, "none of cost, parameters"),
+        ("type:Attention", 2, "no layer's class fits 'Attention'; there are Block, Norm"),
+        ("type:(", 2, "no regular expression"),
+        ([1, 1], 2, "adds up to 2 layers in 2 stages, but there are 3 layers (a, b, c)"),
+        ([1, 1, 1], 2, "in 3 stages"),
+        ("cost", 4, "4 stages for 3 layers"),
     ],
 )
-def test_a_partition_that_is_none_is_refused(partition, stages, words):
+def test_what_cannot_be_cut_names_the_key_and_the_choice(partition, stages, words):
+    costs = [cost("a"), cost("b", "Norm"), cost("c")]
     with pytest.raises(ConfigError) as caught:
-        bounds_of(partition, costs(1, 1, 1), stages)
-    assert words in caught.value.problems[0]
+        bounds_of(partition, costs, stages)
+    assert words in caught.value.problems[0] and caught.value.problems[0].startswith("parallel.")
 
 
-def test_shares_follow_measured_time_where_there_is_some():
-    assert shares_of([0, 1, 3], costs(2, 1, 1)) == [0.5, 0.5]
-    assert shares_of([0, 1, 3], costs(2, 1, 1, seconds=[0.1, 0.2, 0.1])) == pytest.approx([0.25, 0.75])
+def test_an_explicit_list_is_taken_as_it_is():
+    assert bounds_of([2, 1], [cost(), cost(), cost()], 2) == [0, 2, 3]
 
 
-# ---------------------------------------------------------------- the table
-
-
-def test_memory_per_parameter_by_precision_and_stage():
-    """fp32: 4 weight + 4 gradient + 8 moments. Half: 2 + 2, and 12 for master and moments, divided by ZeRO-1."""
-    assert memory_of({}, 4, 2, 1) == Memory(16.0, 4, 1)
-    assert memory_of({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 4, 4, 2) == Memory(7.0, 4, 2)
-    assert memory_of({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, 1, 1, 1) == Memory(16.0, 1, 1)
-
-
-def test_the_table_counts_micro_batches_in_flight():
-    """1F1B: stage s of p keeps min(m, p - s) micro-batches. 1 MiB a layer and micro-batch, 2^18 parameters of 16 B."""
-    rows = partition_report([0, 1, 2, 3], costs(1, 1, 1, parameters=1 << 18), Memory(16.0, 2), "cost")
-    assert [line.split() for line in rows[1:]] == [
-        ["stage", "layers", "parameters", "time", "memory"],
-        ["0", "1", "layer0", "262,144", "33%", "6", "MiB"],
-        ["1", "1", "layer1", "262,144", "33%", "6", "MiB"],
-        ["2", "1", "layer2", "262,144", "33%", "5", "MiB"],
+def test_costs_of_layers_are_counted():
+    layers = [
+        NamedLayer("first", lambda: nn.Linear(4, 6)),
+        NamedLayer("act", lambda: nn.ReLU(inplace=True)),
+        NamedLayer("last", lambda: nn.Linear(6, 2, bias=False)),
     ]
+    first, act, last = layer_costs(layers, torch.zeros(3, 4), torch.float32, timed=True)
+    assert (first.name, first.kind, first.parameters, last.parameters, act.parameters) == ("first", "Linear", 30, 12, 0)
+    assert first.flops - last.flops == 2 * 3 * (4 * 6 - 6 * 2) + 8 * 3 * (6 - 2)  # products, and 8 for each output
+    assert (first.saved_bytes, last.saved_bytes) == (3 * 4 * 4, 3 * 6 * 4)  # the inputs, fp32
+    assert min(first.seconds, act.seconds, last.seconds) > 0
 
 
-def test_tensor_ranks_divide_what_a_stage_holds():
-    rows = partition_report([0, 2], costs(1, 1, parameters=1 << 18), Memory(16.0, 1, 2), "uniform")
-    assert rows[0].startswith("stages by uniform")
-    assert rows[2].split() == ["0", "2", "layer0", "to", "layer1", "262,144", "100%", "5", "MiB"]
+def test_half_precision_saves_half_the_activations():
+    layers = [NamedLayer("one", lambda: nn.Linear(4, 6))]
+    assert layer_costs(layers, torch.zeros(3, 4), torch.bfloat16)[0].saved_bytes == 3 * 4 * 2
 
 
-def test_an_uneven_cut_gets_the_list_that_would_be_better():
-    """60 % of the time on one of two stages is 20 % more than the mean; up to 15 % nothing is said."""
-    uneven = partition_report([0, 3, 5], costs(2, 2, 2, 2, 2), Memory(16.0, 1), [3, 2])
-    assert "no other cut is more even" in uneven[-1] and "stage 0 takes 20% more time" in uneven[-1]
-    mended = partition_report([0, 1, 4], costs(1, 1, 1, 1), Memory(16.0, 1), [1, 3])
-    assert mended[-1].endswith(
-        "stage 1 takes 50% more time than the mean, and all others wait for it; "
-        "parallel.partition: [2, 2] would leave 0%"
-    )
-    even = partition_report([0, 1, 2], costs(23, 20), Memory(16.0, 1), "cost")  # 7 %
-    assert len(even) == 4
+@pytest.mark.parametrize(
+    ("engine", "data", "expected"),
+    [
+        ({}, 1, 16.0),  # fp32: weight and gradient 4 each, Adam's moments 8
+        ({"bf16": {"enabled": True}}, 1, 16.0),  # 2 + 2, masters and moments 12
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, 4, 7.0),
+    ],
+)
+def test_bytes_of_a_parameter(engine, data, expected):
+    assert memory_of(engine, 4, data, 1).bytes_per_parameter == expected
 
 
-def test_the_list_that_is_suggested_is_one_that_can_be_written():
-    found = costs(5, 1, 1, 1, 1, 1)
-    line = partition_report([0, 3, 6], found, Memory(16.0, 1), "uniform")[-1]
-    lengths = [int(number) for number in line.partition("[")[2].partition("]")[0].split(",")]
-    assert bounds_of(lengths, found, 2) == balanced([cost.flops for cost in found], 2) == [0, 1, 6]
+def test_the_table_has_shares_memory_and_a_suggestion():
+    costs = [cost(f"l{index}", parameters=2**20, flops=1.0, saved=2**20) for index in range(4)]
+    memory = memory_of({}, micro_batches=8, data=1, tensor=1)
+    lines = partition_report([0, 3, 4], costs, memory, [3, 1])
+    assert lines[2].split() == ["0", "3", "l0", "to", "l2", "3,145,728", "75%", "54", "MiB"]  # 3 x 16, 2 x 3 in flight
+    assert lines[3].split() == ["1", "1", "l3", "1,048,576", "25%", "17", "MiB"]
+    assert "stage 0 takes 50% more time" in lines[4] and "parallel.partition: [2, 2]" in lines[4]
+    assert len(partition_report([0, 2, 4], costs, memory, "cost")) == 4
 
 
-# ---------------------------------------------------------------- what layers cost
-
-
-def test_costs_of_the_decoder_without_building_its_weights():
-    """On the meta device: parameters and products of every layer, the tied table counted once."""
-    spec = small_spec("gpt", layers=2, tie_embeddings=True)
-    ids = torch.zeros(3, spec.seq_len, dtype=torch.int64, device="meta")
-    found = {cost.name: cost for cost in layer_costs(decoder_layers(spec, Axes(), 1), ids, torch.float32)}
-    assert found["head"].parameters == 0
-    assert found["token_embedding"].parameters == spec.vocab_size * spec.hidden
-    assert found["blocks.0"].parameters == found["blocks.1"].parameters > 4 * spec.hidden**2
-    tokens = 3 * spec.seq_len
-    head = 2 * tokens * spec.hidden * spec.vocab_size
-    assert head <= found["head"].flops < 1.5 * head
-    matrices = sum(p for p in (4 * spec.hidden**2, 2 * spec.hidden * spec.ffn_hidden))
-    assert found["blocks.0"].flops > 2 * tokens * matrices
-    half = layer_costs(decoder_layers(spec, Axes(), 1), ids, torch.bfloat16)
-    assert [cost.saved_bytes for cost in half] == [cost.saved_bytes // 2 for cost in found.values()]
-
-
-def test_frozen_parameters_are_not_counted_nor_modes_changed():
-    layers = [nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)]
-    layers[0].requires_grad_(False)
-    layers[2].eval()
-    named = [NamedLayer(str(index), lambda layer=layer: layer) for index, layer in enumerate(layers)]
-    found = layer_costs(named, torch.randn(3, 4), torch.float32)
-    assert [cost.parameters for cost in found] == [0, 0, 10]
-    assert [layer.training for layer in layers] == [True, True, False]
-
-
-def test_statistics_of_batch_norms_do_not_move_while_they_are_timed():
-    norm = nn.BatchNorm2d(2)
-    model = nn.Sequential(nn.Conv2d(2, 2, 1), norm, nn.ReLU(inplace=True))
-    found = layer_costs(staged_model(model, list(model)).layers, torch.randn(4, 2, 3, 3), torch.float32, timed=True)
-    assert all(cost.seconds > 0 for cost in found)
-    assert norm.num_batches_tracked == 0 and norm.running_mean.tolist() == [0.0, 0.0]
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_an_imbalance_without_a_better_cut_says_so():
+    costs = [cost(flops=9.0), cost(flops=1.0)]
+    lines = partition_report([0, 1, 2], costs, memory_of({}, 4, 1, 1), "cost")
+    assert "no other cut is more even" in lines[-1]
+    assert shares_of([0, 1, 2], costs) == [0.9, 0.1]
