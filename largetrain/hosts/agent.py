@@ -128,13 +128,13 @@ class Agent:
             os.chdir(job["folder"])
         except OSError as error:
             problems.append(
-                f"the working folder {job['folder']} cannot be entered here ({error.strerror}): all hosts need the "
-                f"same paths"
+                f"the working folder {job['folder']} cannot be entered here ({facts.reason(error)}): all hosts need "
+                f"the same paths"
             )
         try:
             self._write_files()
         except OSError as error:
-            problems.append(f"{tempfile.gettempdir()} cannot be written ({error.strerror}), set TMPDIR")
+            problems.append(f"{tempfile.gettempdir()} cannot be written ({facts.reason(error)}), set TMPDIR")
         gpus = facts.gpu_count()
         wanted = job["devices"] or range(job["slots"])
         if gpus and max(wanted) >= gpus:
@@ -179,7 +179,7 @@ class Agent:
         try:
             self.listener = facts.listener(message["port"])
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = facts.reason(error)
         self.say("listening", problem=problem)
 
     def _start(self, message: Message) -> None:

@@ -80,8 +80,13 @@ def port_problem(port: int) -> str | None:
     try:
         listener(port).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return reason(error)
     return None
+
+
+def reason(error: OSError) -> str:
+    """The system's words for an error, without Python's additions."""
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def listener(port: int) -> socket.socket:
@@ -101,7 +106,7 @@ def reach_problem(address: str, port: int, limit_s: float) -> str | None:
     except TimeoutError:
         return f"no answer within {limit_s:.0f} s"
     except OSError as error:
-        return error.strerror or str(error)
+        return reason(error)
     return None
 
 

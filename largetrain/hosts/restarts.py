@@ -81,7 +81,7 @@ class Supervisor:
                 say(f"{outcome.reason}; {idle} starts in a row made no new checkpoint: not started again")
                 return outcome
             self.reason = outcome.reason
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**idle)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, idle - 1))
             say(f"{outcome.reason}; restart {self.starts} of {self.policy.max_restarts} in {pause_s:.0f} s")
             self._wait(pause_s)
 

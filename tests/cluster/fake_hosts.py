@@ -170,6 +170,10 @@ class Cluster:
         """Plug it in again."""
         _ip("-n", self.switch, "link", "set", self.hosts[name].port, "master", "bridge")
 
+    def halt(self, name: str) -> None:
+        """Kill all processes of a host; its kernel still answers, with refusals."""
+        self._switch_off(self.hosts[name])
+
     def power_off(self, name: str) -> None:
         """No goodbye: the cable is cut before its processes are killed."""
         self.cut(name)

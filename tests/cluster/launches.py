@@ -54,10 +54,12 @@ class Launch:
         plan: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         output: str = "out",
+        folder: Path | None = None,
     ):
         self.cluster = cluster
-        self.folder = Path(cluster.folder, f"run-{time.monotonic_ns()}")
-        self.folder.mkdir()
+        self.folder = folder or Path(cluster.folder, f"run-{time.monotonic_ns()}")
+        if folder is None:
+            self.folder.mkdir()
         self.output = self.folder / output
         words = [sys.executable, "-m", "tests.cluster.start", *flags]
         words += ["--env", f"STAND_IN={as_json(**(plan or {}))}", "--", "--output", output, *arguments]
