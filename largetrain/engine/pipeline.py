@@ -22,6 +22,7 @@ from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.held import whole_shape
 from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
 from largetrain.engine.pipeline_module import Stage, pipeline_module
+from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import UpdateSums, evaluation_sums
@@ -110,7 +111,9 @@ class PipelineBackend:
         groups = grouping(self._stage) if grouping is not None else None
         named = self._stage.named_parameters()
         parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-        trained: Any = groups if groups is not None and len(groups) > 1 else parameters
+        tied = [] if self._stage.tied is None else [p for p in parameters if p is self._stage.tied[1].weight]
+        groups = kept_apart(groups or [{"params": parameters}], axes, tied)
+        trained: Any = groups if len(groups) > 1 else parameters
         clip = float(served["gradient_clipping"])
         if zero_stage == 0:
             served["gradient_clipping"] = 0.0  # engine/optimizers clips, after looking for infinite gradients
@@ -127,11 +130,13 @@ class PipelineBackend:
             )
         if zero_stage == 0:
             skip_infinite_updates(self.engine.optimizer, parameters, clip, axes)
+        take_first_gradients(self.engine.optimizer, zero_stage, parameters, axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
         self._state = EngineState(self.engine, zero_stage, self.dtype, named, self._stage.named_buffers, axes)
         self._shapes = self._all_shapes()
         self._tied = {f"{layer.name}.weight": f"{layer.tied_to}.weight" for layer in model.layers if layer.tied_to}
+        self._shapes_of = "training"
         self._ending = _Ending(self._stage.last)
         self._pending: list[MicroBatch] = []
         self._on_output: OnOutput | None = None
@@ -164,7 +169,7 @@ class PipelineBackend:
             sums.add(loss_sum, last=len(sums.losses) == self.accumulation - 1)
             return sums.scaled(loss_sum, self.accumulation)
 
-        self.engine.reset_activation_shape()
+        self._expect_shapes("training")
         with self._arithmetic():
             self._run(loss, batches, self.engine.train_batch)
         mean, tokens = self._tell(sums)
@@ -180,6 +185,12 @@ class PipelineBackend:
             local_losses=tuple(sums.losses) if sums is not None else (),
             sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())) if sums else (),
         )
+
+    def _expect_shapes(self, of: str) -> None:
+        """Stages tell one another the shapes of activations once; evaluations may have other ones than training."""
+        if of != self._shapes_of:
+            self.engine.reset_activation_shape()
+            self._shapes_of = of
 
     def _tell(self, sums: UpdateSums | None) -> tuple[Tensor, int]:
         """Mean loss and weight of the update, from the last stage to all."""
@@ -254,7 +265,7 @@ class PipelineBackend:
             found.clear()
 
     def _infer(self, on_output: OnOutput, batches: list[MicroBatch]) -> None:
-        self.engine.reset_activation_shape()
+        self._expect_shapes("evaluation")
         with torch.no_grad(), self._arithmetic():
             self._run(on_output, batches, lambda items: self.engine.eval_batch(items, num_micro_batches=len(batches)))
 
