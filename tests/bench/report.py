@@ -20,6 +20,7 @@ GOALS: dict[str, tuple[str, float]] = {
     "pause": ("at most", 0.10),
     "write": ("at least", 0.80),
     "load": ("at least", 0.80),
+    "pipeline efficiency": ("at least", 0.90),
 }
 
 
