@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 STEPS = 3
-SHRUNK = ["model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=16"]
+SHRUNK = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=16"]
 
 
 def train_engine(folder: Path) -> None:
@@ -42,6 +42,7 @@ def train_run(folder: Path) -> None:
     train(folder, STEPS, sets=[*SHRUNK, *texts, f"data.cache={folder}/cache", "data.tokenizer=bytes"])
 
 
+RANKS = {"demo_parallel": 4}  # where a run asks for several
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
 IMAGE_RUNS = [path for path in RUNS if "\ntask: " in path.read_text()]
 # the user's folders are replaced by made-up images, large models and images by small ones; the recipe stays
@@ -88,7 +89,7 @@ def test_image_run_trains(path, tmp_path):
 def test_run_config_trains(path, tmp_path):
     write_inputs(tmp_path)
     shutil.copy(path, tmp_path / "run.json")
-    run_ranks(train_run, 1, tmp_path, timeout=120)
+    run_ranks(train_run, RANKS.get(path.stem, 1), tmp_path, timeout=120)
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
     assert "eval/loss" in rows[-1]
