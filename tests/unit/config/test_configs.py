@@ -47,7 +47,7 @@ def test_run_config(name):
     resolved = load(str(FOLDER / "zero3_bf16.json"), str(FOLDER / "runs" / name), images, world_size=8)
     assert resolved.run.name == name.removesuffix(".yaml")
     if isinstance(resolved.run, LanguageRun):
-        assert resolved.run.model.preset == resolved.run.name
+        assert resolved.run.model.preset == resolved.run.name.removesuffix("_parallel")
         assert resolved.total_steps > 0
     else:
         assert resolved.run.epochs > 0
