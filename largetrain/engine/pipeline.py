@@ -7,6 +7,7 @@ weighs the same; its partition methods are replaced by `engine/partition`; it pu
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,6 +27,7 @@ from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.engine.schedules import FactorSchedule
 from largetrain.engine.startup import spared_compiler_imports
 from largetrain.engine.sums import UpdateSums, evaluation_sums
+from largetrain.errors import ConfigError
 from largetrain.models.staged import StagedModel
 from largetrain.parallel.axes import Axes
 from largetrain.parallel.pieces import Pieces, Snapshot
@@ -49,9 +51,14 @@ class Cut:
 
 def input_of(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Tensor:
     """What the first layer takes of a batch: tokens, or images in the dtype that it computes in."""
-    (key,) = [key for key in INPUTS if key in batch]
-    value: Tensor = batch[key].to(device, non_blocking=True)
+    value = _raw_input(batch).to(device, non_blocking=True)
     return value.to(dtype) if value.is_floating_point() else value
+
+
+def _raw_input(batch: MicroBatch) -> Tensor:
+    (key,) = [key for key in INPUTS if key in batch]
+    value: Tensor = batch[key]
+    return value
 
 
 class _Ending(nn.Module):
@@ -136,7 +143,6 @@ class PipelineBackend:
         self._state = EngineState(self.engine, zero_stage, self.dtype, named, self._stage.named_buffers, axes)
         self._shapes = self._all_shapes()
         self._tied = {f"{layer.name}.weight": f"{layer.tied_to}.weight" for layer in model.layers if layer.tied_to}
-        self._shapes_of = "training"
         self._ending = _Ending(self._stage.last)
         self._pending: list[MicroBatch] = []
         self._on_output: OnOutput | None = None
@@ -158,6 +164,7 @@ class PipelineBackend:
         has it; all ranks are told.
         """
         batches = [next(micro_batches) for _ in range(self.accumulation)]
+        self._check_alike(batches)
         sums = None
         if self._stage.is_last:
             sums = UpdateSums(sum(self.task.weight(batch) for batch in batches), self.device, self.axes.data)
@@ -169,7 +176,7 @@ class PipelineBackend:
             sums.add(loss_sum, last=len(sums.losses) == self.accumulation - 1)
             return sums.scaled(loss_sum, self.accumulation)
 
-        self._expect_shapes("training")
+        self.engine.reset_activation_shape()  # stages tell one another anew: the next update's may differ
         with self._arithmetic():
             self._run(loss, batches, self.engine.train_batch)
         mean, tokens = self._tell(sums)
@@ -186,11 +193,21 @@ class PipelineBackend:
             sample_ids=tuple(int(i) for batch in batches for i in batch.get("sample_id", ())) if sums else (),
         )
 
-    def _expect_shapes(self, of: str) -> None:
-        """Stages tell one another the shapes of activations once; evaluations may have other ones than training."""
-        if of != self._shapes_of:
-            self.engine.reset_activation_shape()
-            self._shapes_of = of
+    def _check_alike(self, batches: list[MicroBatch]) -> None:
+        """Within an update activations travel in buffers of one shape; other ones would be taken for it.
+
+        Raises:
+            ConfigError: inputs of several shapes; on the ranks that have them.
+        """
+        if not (self._stage.is_first or self._stage.is_last):
+            return
+        shapes = {str(list(_raw_input(batch).shape)) for batch in batches}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"data: the micro-batches of one update have inputs of shapes {', '.join(sorted(shapes))}, and "
+                f"pipeline stages hand on one shape in an update; pad them alike, or write "
+                f"gradient_accumulation_steps: 1."
+            )
 
     def _tell(self, sums: UpdateSums | None) -> tuple[Tensor, int]:
         """Mean loss and weight of the update, from the last stage to all."""
@@ -265,9 +282,13 @@ class PipelineBackend:
             found.clear()
 
     def _infer(self, on_output: OnOutput, batches: list[MicroBatch]) -> None:
-        self._expect_shapes("evaluation")
-        with torch.no_grad(), self._arithmetic():
-            self._run(on_output, batches, lambda items: self.engine.eval_batch(items, num_micro_batches=len(batches)))
+        self.engine.dynamic_shape = True  # each activation's shape goes before it: batches may differ
+        try:
+            with torch.no_grad(), self._arithmetic():
+                evaluate = partial(self.engine.eval_batch, num_micro_batches=len(batches))
+                self._run(on_output, batches, evaluate)
+        finally:
+            self.engine.dynamic_shape = False
 
     def preview(self, batch: MicroBatch) -> Tensor | None:
         """The task's picture of what the model makes of `batch`, equal on the stages; called on every rank."""

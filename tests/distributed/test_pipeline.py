@@ -84,11 +84,11 @@ def test_a_resumed_run_goes_on_to_the_bit_with_dropout_and_half_precision(tmp_pa
         assert not any("up to the rounding" in line for line in second.lines)
 
 
-def replicas(steps: int) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+def replicas(steps: int, zero: int) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
     """Whole parameters of this rank after some updates, and its place."""
     from tests.distributed.parity.pipeline import pipeline_backend
 
-    cell = replace(TWO, tensor=2, tied=True, style="gpt")
+    cell = replace(TWO, tensor=2, tied=True, style="gpt", zero=zero)
     resolved = cell.resolve()
     backend = pipeline_backend(resolved, join)
     for batch in toy_batches(steps, GLOBAL_BATCH, SEQ_LEN, VOCAB):
@@ -99,8 +99,9 @@ def replicas(steps: int) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
     return whole, (place.stage, place.tensor)
 
 
-def test_replicas_and_tied_copies_stay_equal_to_the_bit():
-    held = {place: whole for whole, place in run_ranks(replicas, 4, 20, timeout=100)}
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_and_tied_copies_stay_equal_to_the_bit(zero):
+    held = {place: whole for whole, place in run_ranks(replicas, 4, 20, zero, timeout=100)}
     for stage in (0, 1):
         one, other = held[stage, 0], held[stage, 1]
         assert len(one) > 5

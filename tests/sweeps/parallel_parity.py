@@ -64,7 +64,7 @@ def pipeline_cells() -> Iterator[Cell]:
             yield Cell(**common, precision=precision, accumulation=accumulation)
             yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=accumulation)
     for layout, zero in itertools.product(({}, {"data": 2}), (0, 1)):
-        common = {"backend": "pipeline", "stages": 4, **layout, "zero": zero}
+        common = {"backend": "pipeline", "stages": 4, "layers": 4, **layout, "zero": zero}
         looks = itertools.product(LOOKS, (1, 2, 4))
         yield from (Cell(**common, **look, accumulation=accumulation) for look, accumulation in looks)
         for precision in ("bf16", "fp16") if zero > 0 else ():

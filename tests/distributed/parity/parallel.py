@@ -69,6 +69,7 @@ class Cell:
     recompute: bool = False
     chunk: int = 1024
     partition: str = ""
+    layers: int = 2
 
     def __str__(self) -> str:
         degrees = [("tp", self.tensor), ("pp", self.stages), ("ulysses", self.ulysses), ("dp", self.data)]
@@ -78,6 +79,7 @@ class Cell:
         words += [self.style, self.shape, "tied" if self.tied else "untied"]
         words += ["recompute"] if self.recompute else []
         words += [f"chunk{self.chunk}"] if self.chunk != 1024 else []
+        words += [f"layers{self.layers}"] if self.layers != 2 else []
         return "-".join([self.backend, *words])
 
     @property
@@ -92,7 +94,7 @@ class Cell:
     @property
     def model(self) -> dict[str, Any]:
         """The model section of the run."""
-        sizes = {"style": self.style, "layers": 2, "seq_len": SEQ_LEN, **SHAPES[self.shape]}
+        sizes = {"style": self.style, "layers": self.layers, "seq_len": SEQ_LEN, **SHAPES[self.shape]}
         ways = {"activation_checkpointing": self.recompute, "loss_chunk_tokens": self.chunk}
         return {**sizes, **ways, "tie_embeddings": self.tied}
 
@@ -271,6 +273,7 @@ def reference(cell: Cell) -> ReferenceRun:
             style=cell.style,
             shape=cell.shape,
             tied=cell.tied,
+            layers=cell.layers,
         )
     )
 
