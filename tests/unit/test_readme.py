@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from largetrain.cli import arguments, check, checkpoint, config, setup
+from largetrain.cli import arguments, check, checkpoint, config, launch, setup
 from largetrain.config.engine_schema import engine_schema, key_places
 from largetrain.config.run_schema import RUNS, run_schema
 
@@ -75,7 +75,7 @@ def test_every_shipped_config_is_in_the_tables():
 
 
 def test_flags():
-    parsers = [arguments.train_parser("largetrain"), config.parser(), check.parser(), setup.parser()]
+    parsers = [arguments.train_parser("largetrain"), config.parser(), check.parser(), setup.parser(), launch.parser()]
     parsers += checkpoint.parser().commands.choices.values()
     ours = {flag for parser in parsers for flag in parser._option_string_actions}
     named = {flag for code in CODE for flag in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", code)}
