@@ -40,9 +40,9 @@ def make_stages(
 
         staged = staged_vision_model(model)
     costs = _costs(resolved, staged, data if model is not None else None, device)
-    bounds = bounds_of(run.parallel.partition, costs, layout.stages)
+    bounds = bounds_of(run.parallel.partition, costs, run.parallel.runs)
     memory = memory_of(resolved.engine, batch.gradient_accumulation_steps, layout.data, layout.tensor)
-    for line in partition_report(bounds, costs, memory, run.parallel.partition):
+    for line in partition_report(bounds, costs, memory, run.parallel.partition, layout.stages):
         say(line)
     stage = layout.place(dist.get_rank()).stage
     return staged, Cut(layout, bounds, stage in (run.parallel.recompute_stages or ()))

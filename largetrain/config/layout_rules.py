@@ -12,7 +12,11 @@ from largetrain.config.world import World
 
 SECTION = "parallel"
 ZERO = "zero_optimization"
-PIPELINE_KEYS = ("partition", "recompute_stages")  # of the section, without effect on a single stage
+PIPELINE_KEYS = (
+    "partition",
+    "recompute_stages",
+    "pipeline_schedule",
+)  # of the section, without effect on a single stage
 # what they compute from a matrix, or from its norm, is another thing for a part of it
 WHOLE_MATRIX = ("Muon", "Lamb", "Adafactor", "MuAdam", "MuAdamW", "MuSGD")
 
@@ -69,6 +73,18 @@ def engine_problems(run: RunConfig, engine: Document) -> list[str]:
     return [engine.problem(path, text) for path, text in found]
 
 
+def micro_batch_problems(run: RunConfig, document: Document, accumulation: int) -> list[str]:
+    """What the schedule of the stages asks of `gradient_accumulation_steps`."""
+    wanted = run.parallel
+    if wanted.pipeline_stages == 1 or wanted.runs == wanted.pipeline_stages or accumulation >= wanted.runs:
+        return []
+    text = (
+        f"dualpipev on {wanted.pipeline_stages} stages takes {wanted.runs} micro-batches or more, and "
+        f"gradient_accumulation_steps is {accumulation}; change that, or write 1f1b."
+    )
+    return [document.problem((SECTION, "pipeline_schedule"), text)]
+
+
 def contradictions(run: RunConfig, backend: str | None) -> Iterator[tuple[KeyPath, str]]:
     """Where `backend` and `parallel` exclude one another."""
     wanted = run.parallel
@@ -120,9 +136,10 @@ def _idle(wanted: ParallelConfig) -> Iterator[tuple[str, str]]:
     beyond = [stage for stage in wanted.recompute_stages or [] if stage >= wanted.pipeline_stages]
     if beyond and wanted.pipeline_stages > 1:
         yield "recompute_stages", f"there is no stage {beyond[0]}; the stages are 0 to {wanted.pipeline_stages - 1}."
-    if isinstance(wanted.partition, list) and len(wanted.partition) != wanted.pipeline_stages > 1:
-        count = len(wanted.partition)
-        yield "partition", f"names {count} stages, and pipeline_stages is {wanted.pipeline_stages}; make them agree."
+    if isinstance(wanted.partition, list) and wanted.pipeline_stages > 1 and len(wanted.partition) != wanted.runs:
+        runs = f"{wanted.runs} runs of layers, 2 for each of the" if wanted.runs > wanted.pipeline_stages else "the"
+        text = f"names {len(wanted.partition)} runs of layers for {runs} {wanted.pipeline_stages} stages"
+        yield "partition", f"{text} of pipeline_stages; make them agree."
 
 
 def _unsupported_together(wanted: ParallelConfig) -> Iterator[tuple[str, str]]:
@@ -176,6 +193,11 @@ def _stages(wanted: ParallelConfig, spec: DecoderSpec) -> Iterator[tuple[str, st
     if wanted.pipeline_stages > spec.layers:
         text = f"{wanted.pipeline_stages} stages for {spec.layers} blocks (model.layers); write at most {spec.layers}."
         yield "pipeline_stages", text
+    elif wanted.runs > spec.layers:
+        text = (
+            f"dualpipev cuts {spec.layers} blocks (model.layers) into {wanted.runs} runs; write 1f1b, or more layers."
+        )
+        yield "pipeline_schedule", text
 
 
 def _divisors(size: int, spec: DecoderSpec | None = None) -> str:

@@ -8,7 +8,7 @@ from largetrain.config.autos import Autos, complete_schedule
 from largetrain.config.batch import ACCUMULATION, MICRO, TOTAL, resolve_batch
 from largetrain.config.decoder_spec import DecoderSpec, loss_chunk_tokens, resolve_decoder, target_problems
 from largetrain.config.document import Document
-from largetrain.config.layout_rules import engine_problems, lay_out
+from largetrain.config.layout_rules import engine_problems, lay_out, micro_batch_problems
 from largetrain.config.new_names import use_new_names
 from largetrain.config.resolved import Resolved
 from largetrain.config.run_rules import backend_problems, expand_home, run_problems
@@ -47,6 +47,7 @@ def resolve(engine: Document, run_document: Document, run: RunConfig, world: Wor
         resolve_batch(engine, layout, world.source) if layout is not None else (None, [], [])
     )
     if batch is not None:
+        problems += micro_batch_problems(run, run_document, batch.gradient_accumulation_steps)
         notes += _scale_learning_rate(engine, run, run_document, batch.global_batch, problems)
     autos = Autos(engine, decoder, own_optimizer_needed=not isinstance(run, LanguageRun))
     autos.resolve()

@@ -236,11 +236,20 @@ class ParallelConfig(Section):
     partition: str | list[Size] = "cost"
     """How layers are divided into stages: `cost` (estimated time), `parameters`, `uniform`, `time` (measured at the
     start), `type:REGEX` (equally many layers whose class name fits), or the number of layers of each stage."""
+    pipeline_schedule: Literal["1f1b", "dualpipev"] = "1f1b"
+    """`1f1b` (Narayanan et al. 2021), or `dualpipev` (DeepSeek-AI 2024): every stage holds two runs of layers, the
+    first and the last one the ends of the model, and waits about a quarter less; sends twice as much, keeps more
+    activations, and takes at least 2 x pipeline_stages micro-batches. A `partition` list then names the runs."""
     recompute_stages: list[CountOrNone] | None = None
     """Stages whose blocks are recomputed in the backward pass, where `model.activation_checkpointing` is not for all:
     early stages hold most micro-batches."""
     ulysses: Size = 1
     """Ranks that share each sequence, and exchange heads for positions around attention (Jacobs et al. 2023)."""
+
+    @property
+    def runs(self) -> int:
+        """Runs of layers that the model is cut into."""
+        return self.pipeline_stages * (2 if self.pipeline_schedule == "dualpipev" else 1)
 
 
 class RunConfig(Section):

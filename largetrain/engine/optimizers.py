@@ -169,6 +169,23 @@ def skip_infinite_updates(
     optimizer.step = step
 
 
+def sum_norm_once(optimizer: Any, axes: Axes) -> None:
+    """Make ZeRO-1 add up the gradient norm over the ranks that hold one model in a single sum.
+
+    DeepSpeed adds it up for each parameter group, and waits for ever where pipeline stages have different numbers of
+    them: a tied table, norms or a prefix of `parameters.lr_factors` may be on some stages only.
+    """
+    norm_of_groups: Callable[[], Tensor] = optimizer.scaled_global_norm
+
+    def scaled_global_norm() -> Tensor:
+        optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        norm = norm_of_groups()
+        del optimizer._model_parallel_all_reduce  # the class has the real one, which overflows need
+        return _norm_of_parts(norm, axes.model) if axes.model.size > 1 else norm
+
+    optimizer.scaled_global_norm = scaled_global_norm
+
+
 def _counts(parameter: nn.Parameter, axes: Axes) -> bool:
     """Whether this rank counts it in the norm: its own parts, and what several ranks hold alike on the first alone."""
     if getattr(parameter, "ds_pipe_replicated", False):  # DeepSpeed's mark of a tied copy that another stage counts

@@ -205,10 +205,19 @@ def bounds_of(partition: str | list[int], costs: Sequence[LayerCost], stages: in
     return bounds
 
 
-def shares_of(bounds: Sequence[int], costs: Sequence[LayerCost]) -> list[float]:
+def runs_of(bounds: Sequence[int], stages: int) -> list[list[tuple[int, int]]]:
+    """First layer and end of the runs of layers of each stage: one; or, of twice as many, the s-th from both ends."""
+    runs = list(itertools.pairwise(bounds))
+    if len(runs) == stages:
+        return [[run] for run in runs]
+    assert len(runs) == 2 * stages, (bounds, stages)
+    return [[runs[stage], runs[-1 - stage]] for stage in range(stages)]
+
+
+def shares_of(bounds: Sequence[int], costs: Sequence[LayerCost], stages: int) -> list[float]:
     """Predicted share of the time of each stage: by measured seconds where there are some, else by operations."""
     sizes = [cost.seconds or cost.flops for cost in costs]
-    sums = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(bounds)]
+    sums = [sum(sum(sizes[begin:end]) for begin, end in runs) for runs in runs_of(bounds, stages)]
     return [part / sum(sums) for part in sums]
 
 
@@ -233,23 +242,24 @@ def memory_of(engine_config: dict[str, Any], micro_batches: int, data: int, tens
     return Memory((4 if half else 8) + state / (data if stage else 1), micro_batches, tensor)
 
 
-def partition_report(bounds: Sequence[int], costs: Sequence[LayerCost], memory: Memory, partition: Any) -> list[str]:
+def partition_report(
+    bounds: Sequence[int], costs: Sequence[LayerCost], memory: Memory, partition: Any, stages: int
+) -> list[str]:
     """The table of stages, and what would be more even where they are not."""
-    stages = len(bounds) - 1
-    shares = shares_of(bounds, costs)
+    shares = shares_of(bounds, costs, stages)
     rows = [["stage", "layers", "", "parameters", "time", "memory"]]
-    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        own = costs[begin:end]
+    for stage, runs in enumerate(runs_of(bounds, stages)):
+        own = [cost for begin, end in runs for cost in costs[begin:end]]
         parameters = sum(cost.parameters for cost in own) / memory.tensor
-        in_flight = min(memory.micro_batches, stages - stage)
+        # with two runs DualPipeV keeps 2 x stages + 1 micro-batches in one or the other of them
+        in_flight = min(memory.micro_batches, stages - stage if len(runs) == 1 else stages + 0.5)
         saved = in_flight * sum(cost.saved_bytes for cost in own) / memory.tensor
         total = parameters * memory.bytes_per_parameter + saved
-        names = own[0].name if len(own) == 1 else f"{own[0].name} to {own[-1].name}"
         rows.append(
             [
                 str(stage),
                 str(len(own)),
-                names,
+                ", ".join(_names(costs[begin:end]) for begin, end in runs),
                 f"{parameters:,.0f}",
                 f"{shares[stage]:.0%}",
                 f"{total / 2**20:,.0f} MiB",
@@ -266,6 +276,10 @@ def partition_report(bounds: Sequence[int], costs: Sequence[LayerCost], memory: 
     ]
 
 
+def _names(run: Sequence[LayerCost]) -> str:
+    return run[0].name if len(run) == 1 else f"{run[0].name} to {run[-1].name}"
+
+
 def _advice(shares: Sequence[float], costs: Sequence[LayerCost], bounds: Sequence[int]) -> list[str]:
     excess = max(shares) * len(shares) - 1
     if excess <= IMBALANCE:
@@ -273,8 +287,8 @@ def _advice(shares: Sequence[float], costs: Sequence[LayerCost], bounds: Sequenc
     worst = shares.index(max(shares))
     line = f"note: stage {worst} takes {excess:.0%} more time than the mean, and all others wait for it"
     measured = "time" if any(cost.seconds for cost in costs) else "cost"
-    better = balanced(weights_of(measured, costs), len(shares))
-    even = max(shares_of(better, costs)) * len(shares) - 1
+    better = balanced(weights_of(measured, costs), len(bounds) - 1)
+    even = max(shares_of(better, costs, len(shares))) * len(shares) - 1
     if even < excess - 0.01:
         lengths = [end - begin for begin, end in itertools.pairwise(better)]
         return [f"{line}; parallel.partition: {lengths} would leave {even:.0%}"]

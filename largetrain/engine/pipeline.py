@@ -1,4 +1,4 @@
-"""The `pipeline` backend: stages of layers on DeepSpeed's PipelineModule and PipelineEngine, micro-batches by 1F1B.
+"""The `pipeline` backend: stages of layers on DeepSpeed's PipelineModule and PipelineEngine, by 1F1B or DualPipeV.
 
 Where DeepSpeed 0.19 does not do what a run needs: its loss is a mean of means over micro-batches, here every target
 weighs the same; its partition methods are replaced by `engine/partition`; it puts all modules into training mode.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from largetrain.engine.deepspeed import dtype_of, stage_of
 from largetrain.engine.deepspeed_state import EngineState
 from largetrain.engine.half_on_cpu import half_arithmetic
 from largetrain.engine.held import whole_shape
-from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, torch_adam
+from largetrain.engine.optimizers import Groups, check_optimizer, skip_infinite_updates, sum_norm_once, torch_adam
 from largetrain.engine.pipeline_module import Stage, pipeline_module
 from largetrain.engine.replicas import kept_apart, take_first_gradients
 from largetrain.engine.schedules import FactorSchedule
@@ -44,7 +44,7 @@ class Cut:
 
     layout: Layout
     bounds: list[int]
-    """First layer of each stage, and the number of layers."""
+    """First layer of each stage, and the number of layers; twice as many runs of layers are for DualPipeV."""
     recomputed: bool = False
     """This rank's stage keeps no activations of its layers but runs them again."""
 
@@ -111,7 +111,7 @@ class PipelineBackend:
         self.task, self.device, self.axes, self.layout = task, device, axes, cut.layout
         self.accumulation = int(served["gradient_accumulation_steps"])
         self.bounds = cut.bounds
-        """First layer of each stage, and the number of layers."""
+        """See `Cut`."""
         self._stage = Stage(model, cut.bounds, cut.layout, cut.recomputed)
         self._module = pipeline_module(self._stage, self._loss)
         zero_stage = stage_of(served)
@@ -137,6 +137,8 @@ class PipelineBackend:
             )
         if zero_stage == 0:
             skip_infinite_updates(self.engine.optimizer, parameters, clip, axes)
+        else:
+            sum_norm_once(self.engine.optimizer, axes)
         take_first_gradients(self.engine.optimizer, zero_stage, parameters, axes)
         self._arithmetic, notes = half_arithmetic(device.type, self.dtype)
         self.notes += notes
@@ -144,7 +146,7 @@ class PipelineBackend:
         self._shapes = self._all_shapes()
         self._tied = {f"{layer.name}.weight": f"{layer.tied_to}.weight" for layer in model.layers if layer.tied_to}
         self._ending = _Ending(self._stage.last)
-        self._pending: list[MicroBatch] = []
+        self._pending: list[MicroBatch | None] = []
         self._on_output: OnOutput | None = None
 
     @property
@@ -227,37 +229,36 @@ class PipelineBackend:
         return held[0]
 
     def _last_rank(self) -> int:
-        """The rank of the last stage that works on the same samples."""
+        """The rank that has the last layer and works on the same samples."""
         place = self.layout.place(dist.get_rank())
-        return self.layout.rank(Place(self.layout.stages - 1, place.data, place.sequence, place.tensor))
+        return self.layout.rank(Place(self._stage.loss_stage, place.data, place.sequence, place.tensor))
 
     def _run(
         self,
         on_output: OnOutput,
         batches: list[MicroBatch],
         run: Callable[[Iterator[Any]], Any],
+        spare: int = 0,
     ) -> None:
         """Send micro-batches through the stages.
 
         Args:
             on_output: called on the last stage, in order, with what stands for the model and the batch.
+            spare: how often the last one goes through once more, for nothing.
         """
-        self._pending, self._on_output = list(batches), on_output
+        self._pending, self._on_output = [*batches, *[None] * spare], on_output
         nothing = torch.zeros(())  # the labels that DeepSpeed wants: the batch itself waits in _pending
-        run(
-            iter(
-                [
-                    (input_of(batch, self.device, self.dtype) if self._stage.is_first else nothing, nothing)
-                    for batch in batches
-                ]
-            )
-        )
+        sent = [*batches, *batches[-1:] * spare]
+        inputs = [input_of(b, self.device, self.dtype) if self._stage.is_first else nothing for b in sent]
+        run(iter([(value, nothing) for value in inputs]))
         assert not self._stage.is_last or not self._pending, "a micro-batch came out that did not go in"
 
     def _loss(self, outputs: Tensor, nothing: Tensor) -> Tensor:
         """What DeepSpeed calls on the last stage, once for each micro-batch."""
         assert self._on_output is not None
         batch = self._pending.pop(0)
+        if batch is None:
+            return torch.zeros((), device=self.device)
         moved = {k: v.to(self.device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
         self._ending.outputs = outputs
         return self._on_output(self._ending, moved)
@@ -276,19 +277,23 @@ class PipelineBackend:
             found.append(self.task.evaluate(model, batch))
             return torch.zeros((), device=self.device)
 
-        while some := list(islice(batches, 2 * self.layout.stages)):
+        at_once = self.accumulation if self._stage.folded else 2 * self.layout.stages
+        while some := list(islice(batches, at_once)):
             self._infer(evaluate, some)
             yield from found
             found.clear()
 
     def _infer(self, on_output: OnOutput, batches: list[MicroBatch]) -> None:
-        self.engine.dynamic_shape = True  # each activation's shape goes before it: batches may differ
-        try:
+        """Send batches of any shapes through the stages, those of one shape together."""
+        # DualPipeV of DeepSpeed 0.19 finds its buffers only with as many micro-batches as in an update
+        count = self.accumulation if self._stage.folded else 0
+        for _, group in groupby(batches, lambda batch: _raw_input(batch).shape):
+            alike = list(group)
+            spare = max(0, count - len(alike))
+            evaluate = partial(self.engine.eval_batch, num_micro_batches=len(alike) + spare)
+            self.engine.reset_activation_shape()
             with torch.no_grad(), self._arithmetic():
-                evaluate = partial(self.engine.eval_batch, num_micro_batches=len(batches))
-                self._run(on_output, batches, evaluate)
-        finally:
-            self.engine.dynamic_shape = False
+                self._run(on_output, alike, evaluate, spare)
 
     def preview(self, batch: MicroBatch) -> Tensor | None:
         """The task's picture of what the model makes of `batch`, equal on the stages; called on every rank."""

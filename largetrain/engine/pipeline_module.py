@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from largetrain.config.layout import Layout, Place
 from largetrain.engine.buffers import saved_buffers
+from largetrain.engine.partition import runs_of
 from largetrain.models.staged import StagedModel
 from largetrain.models.stages import NamedLayer
 
@@ -35,23 +36,26 @@ class Stage:
     """The layers of this rank, built, with the names that the whole model gives their tensors.
 
     Args:
-        bounds: first layer of each stage, and the number of layers.
+        bounds: first layer of each run of layers, and the number of layers; a run for each stage, or two for DualPipeV.
         recomputed: run these layers again in the backward pass instead of keeping their activations.
     """
 
     def __init__(self, model: StagedModel, bounds: Sequence[int], layout: Layout, recomputed: bool):
         place = layout.place(dist.get_rank())
         self.bounds, self.layout, self.place, self.recomputed = list(bounds), layout, place, recomputed
-        self.begin, self.end = bounds[place.stage], bounds[place.stage + 1]
-        self.is_first, self.is_last = place.stage == 0, place.stage == layout.stages - 1
+        self.runs = runs_of(bounds, layout.stages)[place.stage]
+        self.folded = len(self.runs) == 2
+        self.loss_stage = 0 if self.folded else layout.stages - 1
+        self.is_first, self.is_last = place.stage == 0, place.stage == self.loss_stage
         self.layers: dict[int, nn.Module] = {}
         self.names: dict[str, str] = {}
         """Name in the PipelineModule -> name in the whole model; of parameters and buffers."""
         self.tied: tuple[str, nn.Module] | None = None
         """Name and holder of a weight that another stage has as well."""
         self.tie_stages = self._stages_of_the_tie(model.layers)
-        own = {layer.name: layer for layer in model.layers[self.begin : self.end]}
-        for index in range(self.begin, self.end):
+        indices = [index for begin, end in self.runs for index in range(begin, end)]
+        own = {model.layers[index].name: model.layers[index] for index in indices}
+        for index in indices:
             self._build(model, index, own)
         self.last: nn.Module | None = None
         if self.is_last and model.last_takes_labels:
@@ -73,7 +77,8 @@ class Stage:
         return sorted(found) if len(found) > 1 else []
 
     def _stage_of(self, index: int) -> int:
-        return next(stage for stage in range(self.layout.stages) if index < self.bounds[stage + 1])
+        all_runs = enumerate(runs_of(self.bounds, self.layout.stages))
+        return next(stage for stage, runs in all_runs if any(begin <= index < end for begin, end in runs))
 
     def _build(self, model: StagedModel, index: int, own: dict[str, NamedLayer]) -> None:
         layer = model.layers[index]
@@ -122,22 +127,27 @@ _ELSEWHERE = nn.Identity()
 def pipeline_module(stage: Stage, loss: Callable[[Tensor, Any], Tensor], verbose: bool = False) -> Any:
     """DeepSpeed's PipelineModule of this rank's stage; a collective over all ranks."""
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     layout = stage.layout
+    base: Any = DualPipeVModule if stage.folded else PipelineModule
 
-    class CutModule(PipelineModule):
+    class CutModule(base):
         """Cut where we say; tied weights are found by what the stages hold."""
 
         def _partition_layers(self, method: str = "given") -> None:
             self.parts = stage.bounds
-            self._set_bounds(start=stage.begin, stop=stage.end)
+            self._set_bounds(*stage.runs[0])
+            if stage.folded:  # what DualPipeVModule calls stages, and which of their layers are here
+                self.num_stages, self.phase_bounds = len(stage.bounds) - 1, stage.runs
 
         def _build(self) -> None:
             super()._build()
             self._in_training = [module for module in self.modules() if module.training]
-            if stage.recomputed:
-                self.__dict__["forward_funcs"] = [_recomputed(layer) for layer in self.__dict__["forward_funcs"]]
+            runs: list[list[Any]] = self.phase_funcs if stage.folded else [self.forward_funcs]
+            for functions in runs if stage.recomputed else ():
+                functions[:] = [_recomputed(layer) for layer in functions]
 
         def forward(self, inputs: Tensor) -> Any:
             outputs = super().forward(inputs)

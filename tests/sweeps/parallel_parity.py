@@ -69,6 +69,18 @@ def pipeline_cells() -> Iterator[Cell]:
         yield from (Cell(**common, **look, accumulation=accumulation) for look, accumulation in looks)
         for precision in ("bf16", "fp16") if zero > 0 else ():
             yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=4)
+    for layout, zero in itertools.product(({"stages": 2}, {"stages": 2, "data": 2}, {"stages": 4}), (0, 1)):
+        runs = 2 * layout["stages"]
+        common = {"backend": "pipeline", "schedule": "dualpipev", **layout, "layers": runs, "zero": zero}
+        accumulation = 4 if "data" in layout else 8
+        looks = itertools.product((*LOOKS, {"style": "llama", "tied": True}), {runs, accumulation})
+        yield from (Cell(**common, **look, accumulation=some) for look, some in looks)
+        yield Cell(**common, tied=True, chunk=5, recompute=True, optimizer="SGD", accumulation=accumulation)
+        for precision in ("bf16", "fp16") if zero > 0 else ():
+            yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=accumulation)
+    for zero, sequence_parallel in itertools.product((0, 1), (False, True)):
+        common = {"backend": "pipeline", "stages": 2, "tensor": 2, "accumulation": 4, "layers": 4, "zero": zero}
+        yield Cell(**common, sequence_parallel=sequence_parallel, schedule="dualpipev", style="gpt", tied=True)
     for zero, sequence_parallel in itertools.product((0, 1), (False, True)):
         common = {"backend": "pipeline", "stages": 2, "tensor": 2, "zero": zero, "accumulation": 4}
         yield Cell(**common, sequence_parallel=sequence_parallel, style="gpt", tied=True, recompute=True)

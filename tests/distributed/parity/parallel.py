@@ -70,6 +70,7 @@ class Cell:
     chunk: int = 1024
     partition: str = ""
     layers: int = 2
+    schedule: str = "1f1b"
 
     def __str__(self) -> str:
         degrees = [("tp", self.tensor), ("pp", self.stages), ("ulysses", self.ulysses), ("dp", self.data)]
@@ -77,6 +78,7 @@ class Cell:
         words += ["sp"] if self.sequence_parallel else []
         words += [f"zero{self.zero}", self.precision, f"accumulate{self.accumulation}", self.optimizer]
         words += [self.style, self.shape, "tied" if self.tied else "untied"]
+        words += [self.schedule] if self.schedule != "1f1b" else []
         words += ["recompute"] if self.recompute else []
         words += [f"chunk{self.chunk}"] if self.chunk != 1024 else []
         words += [f"layers{self.layers}"] if self.layers != 2 else []
@@ -108,6 +110,8 @@ class Cell:
         parallel |= {"ulysses": self.ulysses, "sequence_parallel": self.sequence_parallel}
         if self.partition:
             parallel["partition"] = self.partition
+        if self.stages > 1:
+            parallel["pipeline_schedule"] = self.schedule
         resolved = resolve(engine, {"model": self.model, "parallel": parallel}, self.world_size)
         assert resolved.decoder is not None
         return replace(resolved, decoder=replace(resolved.decoder, vocab_size=VOCAB))

@@ -95,7 +95,10 @@ REFUSED = {
     ),
     "idle partition": ((1, "parallel.partition=uniform"), ("no effect", "pipeline_stages")),
     "stage number": ((2, "parallel.pipeline_stages=2", "parallel.recompute_stages=[2]"), ("no stage 2", "0 to 1")),
-    "partition length": ((2, "parallel.pipeline_stages=2", "parallel.partition=[3,3,3]"), ("3 stages", "is 2")),
+    "partition length": (
+        (2, "parallel.pipeline_stages=2", "parallel.partition=[3,3,3]"),
+        ("names 3 runs", "the 2 stages"),
+    ),
     "optimizer": (
         (2, "parallel.tensor_parallel=2", "model.heads=4", "optimizer.type=Lamb"),
         ("Lamb needs whole matrices", "AdamW"),

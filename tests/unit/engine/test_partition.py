@@ -14,6 +14,7 @@ from largetrain.engine.partition import (
     layer_costs,
     memory_of,
     partition_report,
+    runs_of,
     shares_of,
     weights_of,
 )
@@ -110,15 +111,29 @@ def test_bytes_of_a_parameter(engine, data, expected):
 def test_the_table_has_shares_memory_and_a_suggestion():
     costs = [cost(f"l{index}", parameters=2**20, flops=1.0, saved=2**20) for index in range(4)]
     memory = memory_of({}, micro_batches=8, data=1, tensor=1)
-    lines = partition_report([0, 3, 4], costs, memory, [3, 1])
+    lines = partition_report([0, 3, 4], costs, memory, [3, 1], 2)
     assert lines[2].split() == ["0", "3", "l0", "to", "l2", "3,145,728", "75%", "54", "MiB"]  # 3 x 16, 2 x 3 in flight
     assert lines[3].split() == ["1", "1", "l3", "1,048,576", "25%", "17", "MiB"]
     assert "stage 0 takes 50% more time" in lines[4] and "parallel.partition: [2, 2]" in lines[4]
-    assert len(partition_report([0, 2, 4], costs, memory, "cost")) == 4
+    assert len(partition_report([0, 2, 4], costs, memory, "cost", 2)) == 4
 
 
 def test_an_imbalance_without_a_better_cut_says_so():
     costs = [cost(flops=9.0), cost(flops=1.0)]
-    lines = partition_report([0, 1, 2], costs, memory_of({}, 4, 1, 1), "cost")
+    lines = partition_report([0, 1, 2], costs, memory_of({}, 4, 1, 1), "cost", 2)
     assert "no other cut is more even" in lines[-1]
-    assert shares_of([0, 1, 2], costs) == [0.9, 0.1]
+    assert shares_of([0, 1, 2], costs, 2) == [0.9, 0.1]
+
+
+def test_a_stage_may_hold_two_runs_from_both_ends():
+    """DualPipeV: 2 x 2 + 1 micro-batches are in one or the other run of a stage, two and a half of the stage."""
+    costs = [
+        cost(f"l{index}", parameters=2**20, flops=flops, saved=2**20) for index, flops in enumerate([1, 2, 3, 2, 4])
+    ]
+    bounds = [0, 1, 2, 4, 5]
+    assert runs_of(bounds, 2) == [[(0, 1), (4, 5)], [(1, 2), (2, 4)]]
+    assert shares_of(bounds, costs, 2) == pytest.approx([5 / 12, 7 / 12])
+    lines = partition_report(bounds, costs, memory_of({}, 4, 1, 1), [1, 1, 2, 1], 2)
+    assert lines[2].split() == ["0", "2", "l0,", "l4", "2,097,152", "42%", "37", "MiB"]  # 2 x 16 + 2.5 x 2
+    assert lines[3].split() == ["1", "3", "l1,", "l2", "to", "l3", "3,145,728", "58%", "56", "MiB"]
+    assert "stage 1 takes 17% more time" in lines[4]
