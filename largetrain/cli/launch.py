@@ -6,7 +6,9 @@ answered; the first failure ends all; with --max-restarts the run goes on from i
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -22,7 +24,7 @@ from largetrain.errors import EXIT_DONE, ConfigError
 from largetrain.hosts import console
 from largetrain.hosts.addresses import check_distinct
 from largetrain.hosts.agreement import check_loopback, is_this_machine
-from largetrain.hosts.attempt import GRACE_S, Interrupted, Unreachable, Wishes, catch_signals
+from largetrain.hosts.attempt import GRACE_S, Interrupted, Part, Unreachable, Wishes, catch_signals
 from largetrain.hosts.console import say
 from largetrain.hosts.environment import handed_on
 from largetrain.hosts.facts import gpu_count
@@ -33,7 +35,8 @@ from largetrain.hosts.outcome import STOPPED, Outcome
 from largetrain.hosts.restarts import Policy, Supervisor
 from largetrain.hosts.selection import select
 
-LAUNCHERS = ("ssh", "torchrun")
+# --launcher -> what carries the agents to their hosts
+CARRIERS = {"ssh": "ssh", "torchrun": "ssh", "slurm": "srun", "openmpi": "mpirun", "none": "local"}
 PROGRAM = ("-m", "largetrain", "train")  # what Python runs as a rank
 
 
@@ -52,9 +55,13 @@ def parser() -> Parser:
     made.add_argument("--slots", metavar="N", type=int, help="ranks on this machine, without a hostfile")
     made.add_argument(
         "--launcher",
-        choices=LAUNCHERS,
+        choices=CARRIERS,
         default="ssh",
-        help="what starts the ranks: ssh (default), or by the same ssh a torchrun on each host",
+        help="how a host is reached: ssh (default); torchrun: by ssh, and a torchrun there starts the ranks; slurm: by "
+        "srun, on the hosts of the allocation; openmpi: by mpirun; none: not at all, this line runs on every host",
+    )
+    made.add_argument(
+        "--node-rank", "--node_rank", metavar="N", type=int, help="with --launcher none: this host's place in the file"
     )
     made.add_argument("--master-addr", "--master_addr", metavar="ADDRESS", help="where the ranks meet; the first host")
     made.add_argument("--master-port", "--master_port", metavar="PORT", type=int, help="absent: a free one is found")
@@ -78,12 +85,13 @@ def run(argv: Sequence[str]) -> int:
     own, arguments = _divided(argv)
     options = parser().parse_args(own)
     trained = train_parser("largetrain launch ... --").parse_args(arguments)
-    hosts, source = _hosts(options)
-    _check_numbers(options, hosts)
-    resolved = load_from_args(trained, _world(hosts, source))
+    everyone, source = _hosts(options)
+    _check_numbers(options, everyone)
+    resolved = load_from_args(trained, _world(everyone, source))
+    hosts = everyone if options.launcher != "none" else [everyone[options.node_rank or 0]]
     if trained.dry_run:
         print(readable(resolved), end="")
-        print("".join(f"# {host.target}: {host.slots} ranks\n" for host in hosts), end="")
+        print("".join(f"# {host.target}: {host.slots} ranks\n" for host in everyone), end="")
         return EXIT_DONE
     job = _job(options, trained, resolved, arguments)
     _announce(job, hosts)
@@ -91,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
     supervisor = Supervisor(
         hosts=hosts,
         policy=Policy(options.max_restarts, options.min_hosts, options.host_wait),
-        wishes=Wishes(options.master_addr, options.master_port, source is None, _grace_s()),
+        wishes=_wishes(options, everyone, source),
         job_for=_JobFor(job, trained, resolved, hosts, source),
         logs=Path(options.logs or Path(job.output, "logs")),
         events=events,
@@ -122,6 +130,8 @@ def _divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _hosts(options: Namespace) -> tuple[list[Host], str | None]:
     """The hosts, and the hostfile's name; None: this machine."""
+    if options.launcher == "slurm" and options.hostfile is None:
+        return _allocation(options.slots), "the allocation"
     if options.hostfile is None:
         given = [f"--{name}" for name in ("include", "exclude") if getattr(options, name) is not None]
         given += ["--num-nodes"] if options.num_nodes not in (None, 1) else []
@@ -140,8 +150,51 @@ def _hosts(options: Namespace) -> tuple[list[Host], str | None]:
     return hosts, options.hostfile
 
 
-def _check_numbers(options: Namespace, hosts: Sequence[Host]) -> None:
+def _allocation(slots: int | None) -> list[Host]:
+    """The hosts that SLURM has given this job."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        raise ConfigError(
+            "--launcher slurm: this is no job of SLURM's (SLURM_JOB_NODELIST is unset); sbatch or salloc."
+        )
+    if shutil.which("scontrol") is None:
+        raise ConfigError("--launcher slurm: there is no scontrol here.")
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"--launcher slurm: scontrol show hostnames {nodes}: {done.stderr.strip()}")
+    told = [os.environ.get(name, "") for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE")]
+    ranks = slots or next((int(number) for number in told if number.isdigit() and int(number)), 1)
+    return [Host(name, ranks) for name in done.stdout.split()]
+
+
+def _wishes(options: Namespace, everyone: Sequence[Host], source: str | None) -> Wishes:
+    carrier = "local" if source is None else CARRIERS[options.launcher]
+    part = Part(everyone, options.node_rank or 0) if options.launcher == "none" and len(everyone) > 1 else None
+    return Wishes(options.master_addr, options.master_port, carrier, part, _grace_s())
+
+
+def _none_problems(options: Namespace, hosts: Sequence[Host]) -> list[str]:
+    """What is wrong with the flags of a line that runs on every host."""
     problems = []
+    if options.launcher != "none":
+        return ["--node-rank: goes with --launcher none."] if options.node_rank is not None else []
+    if len(hosts) > 1:
+        missing = [f"--{name}" for name in ("node-rank", "master-addr", "master-port") if not _given(options, name)]
+        if missing:
+            problems.append(f"--launcher none: needs {', '.join(missing)}, the latter two the same on every host.")
+    if options.node_rank is not None and not 0 <= options.node_rank < len(hosts):
+        problems.append(f"--node-rank {options.node_rank}: there are {len(hosts)} hosts; write 0 to {len(hosts) - 1}.")
+    if options.max_restarts:
+        problems.append("--max-restarts: the hosts do not hear of each other with --launcher none.")
+    return problems
+
+
+def _given(options: Namespace, flag: str) -> bool:
+    return getattr(options, flag.replace("-", "_")) is not None
+
+
+def _check_numbers(options: Namespace, hosts: Sequence[Host]) -> None:
+    problems = _none_problems(options, hosts)
     if options.slots is not None and options.slots < 1:
         problems.append(f"--slots {options.slots}: is not a number of ranks.")
     if options.master_port is not None and not 1 <= options.master_port <= MAX_PORT:

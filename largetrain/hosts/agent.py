@@ -122,8 +122,8 @@ class Agent:
     def _take_job(self, job: Message) -> None:
         self.job = job
         problems = []
-        for process_id in processes.marked(job["job"]):
-            processes.send(process_id, signal.SIGKILL)  # an earlier start of this run, cut off from its launcher
+        for process_id in processes.left_over(job["job"], os.environ.get(processes.START, "")):
+            processes.send(process_id, signal.SIGKILL)
         try:
             os.chdir(job["folder"])
         except OSError as error:
@@ -186,7 +186,7 @@ class Agent:
         if self.listener is not None:
             self.listener.close()
         job = self.job
-        environment = {**os.environ, **job["environment"], "PYTHONUNBUFFERED": "1", processes.MARK: job["job"]}
+        environment = {**os.environ, **job["environment"], "PYTHONUNBUFFERED": "1"}
         if "PYTHONSAFEPATH" not in job["environment"]:
             environment.pop("PYTHONSAFEPATH", None)  # was meant for this process
         environment.setdefault("OMP_NUM_THREADS", threads(len(os.sched_getaffinity(0)), job["slots"]))

@@ -39,6 +39,10 @@ def check_hosts(hosts: Sequence[Host], facts: Mapping[str, Message]) -> None:
     """
     problems = [f"{host.name}: {problem}." for host in hosts for problem in facts[host.name]["problems"]]
     first = hosts[0].name
+    seen: dict[object, str] = {}
+    for host in hosts:
+        if (before := seen.setdefault(facts[host.name]["machine"], host.name)) != host.name:
+            problems.append(f"{host.name}: is the same machine as {before}; its slots belong into one line.")
     for key, word in SAME.items():
         for host in hosts[1:]:
             there, here = _value(facts[host.name], key), _value(facts[first], key)
@@ -86,7 +90,7 @@ def address_of_second(hosts: Sequence[Host], facts: Mapping[str, Message]) -> st
     """An address by which the first host reaches the second, for its choice of an interface."""
     if len(hosts) < 2:
         return None
-    reached_at = facts[hosts[1].name]["reached_at"]
+    reached_at = facts.get(hosts[1].name, {}).get("reached_at")
     return reached_at if reached_at and not is_loopback(reached_at) else hosts[1].name
 
 

@@ -7,6 +7,7 @@ on the first failure, of a rank, of an agent or of the network, ends all ranks w
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from largetrain.hosts.job import Job
 from largetrain.hosts.links import Event, Events, Heartbeat, Link
 from largetrain.hosts.messages import LOST_S, Message
 from largetrain.hosts.outcome import AGREED, Outcome, RankEnd, decide
-from largetrain.hosts.ssh import AGENT, agent_variables, fault, ssh_command
+from largetrain.hosts.ssh import agent_command, agent_variables, fault
 
 READY_LIMIT_S = 20.0
 REACHED_LIMIT_S = 10.0
@@ -51,14 +52,29 @@ class Unreachable(Exception):
         self.ready = ready or []
 
 
+@dataclass(frozen=True)
+class Part:
+    """One host's ranks among all that others start."""
+
+    hosts: Sequence[Host]
+    node: int
+
+    @property
+    def first_rank(self) -> int:
+        """Of this host."""
+        return sum(host.slots for host in self.hosts[: self.node])
+
+
 @dataclass
 class Wishes:
     """How the ranks are to meet."""
 
     address: str | None = None
     port: int | None = None
-    local: bool = False
-    """On this machine, without ssh."""
+    carrier: str = "ssh"
+    """What starts the agents, see `ssh.agent_command`."""
+    part: "Part | None" = None
+    """Only this host's ranks of a larger run; the address and the port are given then."""
     grace_s: float = GRACE_S
     """For the ranks to save after a signal."""
 
@@ -98,16 +114,15 @@ class Attempt:
             ConfigError: hosts that cannot do their part, or differ from each other.
             Interrupted: by a signal.
         """
-        variables = agent_variables(self.job.number, self.job.environment)
+        variables = agent_variables(self.job.number, secrets.token_hex(4), self.job.environment)
+        carrier = self.wishes.carrier
         for host in self.hosts:
-            local = self.wishes.local
-            command = [self.job.python, *AGENT] if local else ssh_command(host, self.job.python, variables)
+            command = agent_command(carrier, host, self.job.python, variables)
+            here = {**os.environ, **(variables if carrier == "local" else {})}
             try:
-                self.links.append(Link(host, command, {**os.environ, **(variables if local else {})}, self.events))
+                self.links.append(Link(host, command, here, self.events))
             except FileNotFoundError:
-                raise ConfigError(
-                    f"{command[0]}: not found on this machine (Debian, Ubuntu: apt-get install openssh-client)."
-                ) from None
+                raise ConfigError(f"{command[0]}: not found on this machine; install it.") from None
         self._beat = Heartbeat(self.links)
         for link in self.links:
             link.send("job", **self.job.message(link.host, self.hosts[0], self.wishes.port), lost_s=LOST_S)
@@ -122,22 +137,29 @@ class Attempt:
             Interrupted: by a signal, before they have started.
         """
         address, port = self._meeting_place()
-        first_rank = 0
-        for link in self.links:
-            other = address if link is not self.links[0] else agreement.address_of_second(self.hosts, self.facts)
+        part = self.wishes.part
+        everyone = list(part.hosts if part else self.hosts)
+        first_rank = part.first_rank if part else 0
+        for node, link in enumerate(self.links, start=part.node if part else 0):
+            peer = address if node else agreement.address_of_second(everyone, self.facts)
             link.send(
                 "start",
                 first_rank=first_rank,
-                ranks=sum(host.slots for host in self.hosts),
+                ranks=sum(host.slots for host in everyone),
                 address=address,
                 port=port,
-                peer=other if len(self.links) > 1 else None,
-                node=self.links.index(link),
-                nodes=len(self.links),
+                peer=peer if len(everyone) > 1 else None,
+                node=node,
+                nodes=len(everyone),
             )
             first_rank += link.host.slots
         on_start()
         return _Watch(self, console).outcome()
+
+    def names(self) -> list[str]:
+        """Host of each rank of the whole run, in order; of each torchrun where these start the ranks."""
+        everyone = self.wishes.part.hosts if self.wishes.part else self.hosts
+        return [host.name for host in everyone for _ in range(1 if self.job.torchrun else host.slots)]
 
     def close(self) -> None:
         """End all connections; agents that still have ranks kill them."""
@@ -152,6 +174,9 @@ class Attempt:
     def _meeting_place(self) -> tuple[str, int]:
         """Address and port of rank 0, which every other host has shown to reach."""
         first, *others = self.links
+        if self.wishes.part:
+            assert self.wishes.address is not None and self.wishes.port is not None
+            return self.wishes.address, self.wishes.port
         address = self.wishes.address or agreement.meeting_address(self.hosts, self.facts)
         port = self.wishes.port or self.facts[first.host.name]["port"]
         if not others:
@@ -182,6 +207,7 @@ class Attempt:
         """
         heard: dict[str, Message] = {}
         faults: dict[str, str] = {}
+        python, carrier = self.job.python, self.wishes.carrier
         deadline = time.monotonic() + limit_s
         while len(heard) + len(faults) < len(links) and (left := deadline - time.monotonic()) > 0:
             try:
@@ -194,7 +220,7 @@ class Attempt:
                 continue  # of an earlier start
             name = event.link.host.name
             if event.message is None:
-                faults[name] = fault(event.link.host, event.link.process.returncode, event.link.said, self.job.python)
+                faults[name] = fault(event.link.host, event.link.process.returncode, event.link.said, python, carrier)
             elif event.message["kind"] == kind:
                 heard[name] = event.message
         for link in links:
@@ -211,8 +237,8 @@ class _Watch:
 
     def __init__(self, attempt: Attempt, console: Console):
         self.links, self.events, self.console = attempt.links, attempt.events, console
-        self.grace_s, self.nodes = attempt.wishes.grace_s, attempt.job.torchrun
-        self.host_of = [host.name for host in attempt.hosts for _ in range(1 if self.nodes else host.slots)]
+        self.grace_s, self.host_of = attempt.wishes.grace_s, attempt.names()
+        self.ranks = sum(1 if attempt.job.torchrun else host.slots for host in attempt.hosts)
         self.ends: list[RankEnd] = []
         self.open = list(self.links)
         self.lost: list[str] = []
@@ -228,7 +254,7 @@ class _Watch:
             with contextlib.suppress(queue.Empty):
                 self._take(self.events.get(timeout=0.25))
             self._look_around()
-        found = decide(self.ends, self.lost, len(self.host_of), self.asked is not None)
+        found = decide(self.ends, self.lost, self.ranks, self.asked is not None)
         if self.asked is not None and found.code == 1 and self.killed:
             found = replace(found, code=128 + self.asked)
         step = max(self.steps, default=None)

@@ -11,7 +11,7 @@ HANDED_ON = (
 )
 PREFIXES = ("NCCL_", "GLOO_", "HF_", "WANDB_", "OMP_", "KMP_", "MKL_", "TORCH_NCCL_", "UCX_", "LARGETRAIN_")
 """Network interfaces are in here: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME."""
-NOT_HANDED_ON = ("LARGETRAIN_JOB",)
+NOT_HANDED_ON = ("LARGETRAIN_JOB", "LARGETRAIN_START")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

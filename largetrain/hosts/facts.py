@@ -28,6 +28,7 @@ def host_facts(resolve: Iterable[str] = ()) -> dict[str, Any]:
     """Versions, cores, GPUs, clock, and addresses: how the names in `resolve` resolve here."""
     return {
         "name": platform.node(),
+        "machine": _machine(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "versions": {name: _version(name) for name in PACKAGES},
@@ -38,6 +39,12 @@ def host_facts(resolve: Iterable[str] = ()) -> dict[str, Any]:
         "resolved": {name: sorted(addresses_of(name)) for name in resolve},
         "reached_at": _reached_at(),
     }
+
+
+def _machine() -> str:
+    """The same for two connections to one host, under whatever names: its kernel's start and table of processes."""
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{started}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _version(package: str) -> str | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 MARK = "LARGETRAIN_JOB"
 """Environment variable of every process of a run: the run's own number."""
+START = "LARGETRAIN_START"
+"""The same of one of its starts."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,15 +75,14 @@ def descendants(process_id: int) -> list[int]:
     return found
 
 
-def marked(job: str) -> list[int]:
-    """Processes of that run on this host but for this one and its ancestors: what an earlier start has left."""
-    wanted = f"{MARK}={job}".encode()
-    own, parents = os.getpid(), _parents()
-    above = set()
-    while own > 0 and own not in above:
-        above.add(own)
-        own = parents.get(own, 0)
-    return [process_id for process_id in parents if process_id not in above and wanted in _environment(process_id)]
+def left_over(job: str, start: str) -> list[int]:
+    """Processes on this host of that run's other starts: cut off from a launcher that went on without them."""
+    found = []
+    for process_id in _parents():
+        variables = _environment(process_id)
+        if f"{MARK}={job}".encode() in variables and f"{START}={start}".encode() not in variables:
+            found.append(process_id)
+    return found
 
 
 def _environment(process_id: int) -> list[bytes]:

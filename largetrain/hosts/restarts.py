@@ -95,8 +95,7 @@ class Supervisor:
                 raise
             return Outcome(EXIT_INTERNAL, str(error))
         try:
-            names = [host.name for host in attempt.hosts for _ in range(1 if attempt.job.torchrun else host.slots)]
-            console = Console(self.logs / f"start-{self.starts}", names, self.quiet)
+            console = Console(self.logs / f"start-{self.starts}", attempt.names(), self.quiet)
             outcome = attempt.run(console, on_start=lambda: self._tell_start(attempt, again))
             console.close()
         except Unreachable as error:

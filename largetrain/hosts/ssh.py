@@ -1,4 +1,4 @@
-"""The ssh that carries an agent, and what its failures mean."""
+"""What carries an agent to its host, ssh as a rule, and what its failures mean."""
 
 import os
 import re
@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import largetrain
-from largetrain.errors import ConfigError
 from largetrain.hosts.hostfile import Host
-from largetrain.hosts.processes import MARK
+from largetrain.hosts.processes import MARK, START
 
 CONNECT_LIMIT_S = 8
 OPTIONS = {
@@ -81,14 +80,32 @@ def ssh_command(host: Host, python: str, variables: Mapping[str, str]) -> list[s
     What reaches the remote shell is quoted for it; what matters more goes through the agent's standard input.
 
     Args:
-        variables: what Python itself needs before the agent is told everything: PATH, PYTHONPATH, the run's mark.
+        variables: what Python itself needs before the agent is told everything: PATH, PYTHONPATH, the run's marks.
     """
     remote = shlex.join(["exec", "env", *(f"{name}={value}" for name, value in variables.items()), python, *AGENT])
     options = [word for name, value in OPTIONS.items() for word in ("-o", f"{name}={value}")]
     return ["ssh", *options, "--", host.target, remote]
 
 
-def agent_variables(job: str, environment: Mapping[str, str]) -> dict[str, str]:
+def agent_command(carrier: str, host: Host, python: str, variables: Mapping[str, str]) -> list[str]:
+    """The command line that starts an agent on a host: by `ssh`, SLURM's `srun`, Open MPI's `mpirun`, or `local`, here.
+
+    All of them connect the agent's standard input and output with the launcher's.
+    """
+    if carrier == "local":
+        return [python, *AGENT]
+    if carrier == "ssh":
+        return ssh_command(host, python, variables)
+    agent = ["env", *(f"{name}={value}" for name, value in variables.items()), python, *AGENT]
+    if carrier == "srun":
+        # a step with all that the job has on that host, beside other steps
+        step = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none", "--unbuffered"]
+        return ["srun", *step, "--quiet", "--kill-on-bad-exit=1", *agent]
+    assert carrier == "mpirun", carrier
+    return ["mpirun", "--host", f"{host.name}:1", "-n", "1", "--bind-to", "none", *agent]
+
+
+def agent_variables(job: str, start: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables for the agent's own Python."""
     found = {name: environment[name] for name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV") if name in environment}
     folder = str(Path(largetrain.__file__).parent.parent)
@@ -97,15 +114,16 @@ def agent_variables(job: str, environment: Mapping[str, str]) -> dict[str, str]:
         paths.append(folder)
     if paths:
         found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths)
-    return {**found, "PYTHONSAFEPATH": "1", MARK: job}  # nothing of the home folder is imported
+    return {**found, "PYTHONSAFEPATH": "1", MARK: job, START: start}  # nothing of the home folder is imported
 
 
-def fault(host: Host, code: int, said: str, python: str = sys.executable) -> str:
+def fault(host: Host, code: int, said: str, python: str = sys.executable, carrier: str = "ssh") -> str:
     """Why there is no agent on a host, and the way out, in one line.
 
     Args:
         code: exit code of ssh, which is the remote command's unless ssh itself failed.
         said: standard error of ssh.
+        carrier: what was used in its place.
     """
     words = {"name": host.name, "target": host.target, "python": python}
     for pattern, wrong, way_out in FAULTS:
@@ -113,25 +131,12 @@ def fault(host: Host, code: int, said: str, python: str = sys.executable) -> str
             return f"{host.name}: {wrong.format(**words)}; {way_out.format(**words)}{_quoted(said)}"
     if code in (NOT_FOUND, NOT_EXECUTABLE):
         return f"{host.name}: there is no {python}; all hosts need the same environment at the same path{_quoted(said)}"
-    what = "ssh to it failed" if code == SSH_FAILED else f"the agent there ended with exit code {code}"
-    if code < 0:
-        what = f"its ssh was killed by signal {-code}"
+    what = f"the agent there ended with exit code {code}"
+    if code == SSH_FAILED and carrier == "ssh":
+        what = "ssh to it failed"
+    elif code < 0:
+        what = f"its {carrier} was killed by signal {-code}"
     return f"{host.name}: {what}{_quoted(said)}"
-
-
-def check_names(hosts: list[Host], launcher: str) -> None:
-    """Refuse hosts that a launcher of others cannot be told.
-
-    Raises:
-        ConfigError: an IPv6 address for pdsh or Open MPI.
-    """
-    problems = [
-        f"--launcher {launcher}: cannot reach {host.name}, an IPv6 address; write its name, or use --launcher ssh."
-        for host in hosts
-        if ":" in host.name
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _quoted(said: str) -> str:

@@ -41,8 +41,8 @@ def command_lines(name: str, cluster: Cluster, hostfile: Path, arguments: Sequen
     launch = [sys.executable, "-m", "largetrain", "launch", "--hostfile", str(hostfile)]
     if name == "largetrain launch":
         return {"node1": [*launch, "--", *arguments]}
-    if name == "largetrain launch --launcher torchrun":
-        return {"node1": [*launch, "--launcher", "torchrun", "--", *arguments]}
+    if name.startswith("largetrain launch --launcher "):
+        return {"node1": [*launch, "--launcher", name.split()[-1], "--", *arguments]}
     if name == "launch/mpi":
         return {"node1": [str(ROOT / "launch" / "mpi"), str(hostfile), *arguments]}
     if name == "torchrun":
@@ -56,7 +56,14 @@ def command_lines(name: str, cluster: Cluster, hostfile: Path, arguments: Sequen
     return {"node1": [*words, "--module", "largetrain", *arguments]}
 
 
-LAUNCHERS = ("largetrain launch", "largetrain launch --launcher torchrun", "torchrun", "launch/mpi", "deepspeed (pdsh)")
+LAUNCHERS = (
+    "largetrain launch",
+    "largetrain launch --launcher torchrun",
+    "largetrain launch --launcher openmpi",
+    "torchrun",
+    "launch/mpi",
+    "deepspeed (pdsh)",
+)
 
 
 def launchers(hosts: int) -> bool:
@@ -69,7 +76,7 @@ def launchers(hosts: int) -> bool:
         run_ranks(run_command, hosts, [*paths, "--output", str(folder / "straight")])
         wanted = without_times(rows_of(folder, "straight"))
         for index, name in enumerate(LAUNCHERS):
-            if ("mpi" in name and not shutil.which("mpirun")) or ("pdsh" in name and not shutil.which("pdsh")):
+            if (name.endswith("mpi") and not shutil.which("mpirun")) or ("pdsh" in name and not shutil.which("pdsh")):
                 print(f"{hosts} hosts, {name}: not installed", flush=True)
                 continue
             began = time.monotonic()

@@ -5,7 +5,7 @@ import pytest
 from largetrain.errors import ConfigError
 from largetrain.hosts.agreement import address_of_second, check_hosts, check_loopback, meeting_address
 from largetrain.hosts.hostfile import Host
-from largetrain.hosts.ssh import agent_variables, check_names, fault, ssh_command
+from largetrain.hosts.ssh import AGENT, agent_command, agent_variables, fault, ssh_command
 
 HOSTS = [Host("a", 1, line=1), Host("b", 1, line=2), Host("c", 1, line=3)]
 
@@ -15,7 +15,7 @@ def facts(**changes):
         "problems": [], "python": "3.11.7", "versions": {"torch": "2.14.1", "deepspeed": "0.19.8"}, "package": "1",
         "gpus": 0, "resolved": {"a": ["10.0.0.1"]}, "reached_at": None,
     }  # fmt: skip
-    return {host.name: {**usual, **changes.get(host.name, {})} for host in HOSTS}
+    return {host.name: {**usual, "machine": host.name, **changes.get(host.name, {})} for host in HOSTS}
 
 
 def problems_of(**changes):
@@ -35,6 +35,7 @@ def test_alike():
         ({"versions": {"torch": "2.9", "deepspeed": "0.19.8"}}, "b: torch differs (2.9, a 2.14.1)"),
         ({"versions": {"torch": "2.14.1", "deepspeed": None}}, "b: DeepSpeed differs (none, a 0.19.8)"),
         ({"package": "2"}, "b: largetrain differs (other source files)"),
+        ({"machine": "a"}, "b: is the same machine as a"),
         ({"gpus": 8}, "a, c: no GPU there, and b with some"),
         ({"problems": ["no room"]}, "b: no room."),
     ],
@@ -133,13 +134,17 @@ def test_what_ssh_is_told():
 
 
 def test_what_the_agents_own_python_needs(monkeypatch):
-    found = agent_variables("job", {"PATH": "/bin", "PYTHONPATH": "lib::/x", "SECRET": "s"})
+    found = agent_variables("job", "start", {"PATH": "/bin", "PYTHONPATH": "lib::/x", "SECRET": "s"})
     assert found["PATH"] == "/bin" and found["LARGETRAIN_JOB"] == "job" and "SECRET" not in found
     parts = found["PYTHONPATH"].split(":")
     assert parts[1] == "/x" and parts[0].endswith("/lib") and parts[0].startswith("/")
 
 
-def test_names_for_other_launchers():
-    check_names([Host("a", 1)], "pdsh")
-    with pytest.raises(ConfigError, match="--launcher pdsh: cannot reach fd00::1"):
-        check_names([Host("fd00::1", 1)], "pdsh")
+def test_other_carriers():
+    told = agent_command("srun", Host("n1", 4), "/bin/python", {"A": "b c"})
+    assert told[0] == "srun" and "--nodelist=n1" in told and told[-5:] == ["A=b c", "/bin/python", *AGENT]
+    told = agent_command("mpirun", Host("n1", 4), "/bin/python", {})
+    assert told[:5] == ["mpirun", "--host", "n1:1", "-n", "1"] and told[-4:] == ["/bin/python", *AGENT]
+    assert agent_command("local", Host("n1", 4), "/bin/python", {}) == ["/bin/python", *AGENT]
+    assert fault(Host("b", 1), 255, "", carrier="srun") == "b: the agent there ended with exit code 255"
+    assert fault(Host("b", 1), -9, "", carrier="srun") == "b: its srun was killed by signal 9"

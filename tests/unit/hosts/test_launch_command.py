@@ -1,5 +1,6 @@
 """The flags of `largetrain launch`, the batch on fewer hosts, and a launch on this machine."""
 
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +48,11 @@ def test_a_dry_run_asks_no_host(hostfile, capsys):
         (["--slots", "0"], "--slots 0"),
         (["--max-restart", "3"], "did you mean --max-restarts?"),
         (["--steps", "3"], "--steps"),
+        (["--node-rank", "0"], "--node-rank: goes with --launcher none"),
+        (["--hostfile", "hosts", "--launcher", "none"], "needs --node-rank, --master-addr, --master-port"),
+        (["--hostfile", "hosts", "--launcher", "none", "--node-rank", "2"], "--node-rank 2: there are 2 hosts"),
+        (["--launcher", "none", "--max-restarts", "2"], "do not hear of each other"),
+        (["--launcher", "slurm"], "this is no job of SLURM's"),
     ],
 )
 def test_mistakes(hostfile, capsys, flags, told):
@@ -129,20 +135,60 @@ def test_the_output_folder_of_all_starts(tmp_path, monkeypatch):
     assert launch._output("demo", str(other / "checkpoints" / "step-00000001")) == str(other)
 
 
+def start(folder: Path, *flags: str, plan: str = "{}", **variables: str) -> "subprocess.Popen[str]":
+    """A launch with stand-ins as ranks, on this machine."""
+    words = [sys.executable, "-m", "tests.cluster.start", *flags, "--env", f"STAND_IN={plan}", "--", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
 def test_on_this_machine(tmp_path):
     """Without a hostfile there is no ssh; the ranks' variables, output and exit code are as anywhere."""
-    words = [sys.executable, "-m", "tests.cluster.start", "--slots", "2", "--env", 'STAND_IN={"fails": 1, "how": "7"}']
-    done = subprocess.run(
-        [*words, "--", "--output", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    process = start(tmp_path, "--slots", "2", plan='{"fails": 1, "how": "7"}')
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 7, out + err
+    assert "localhost:1: rank 1 step 1\n" in out and "rank 1 on localhost ended with exit code 7" in err
+
+
+def test_a_line_for_every_host(tmp_path):
+    """`--launcher none`: each starts its own ranks, which find each other."""
+    (tmp_path / "hosts").write_text("a.invalid slots=1\nb.invalid slots=2\n")
+    where = ["--launcher", "none", "--hostfile", "hosts", "--master-addr", "127.0.0.1"]
+    where += ["--master-port", str(facts.free_port())]
+    both = [start(tmp_path, *where, "--node-rank", node, "--logs", f"logs{node}") for node in "01"]
+    texts = ["".join(process.communicate(timeout=60)) for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert "a.invalid:0: rank 0 step 3\n" in texts[0] and "rank 1" not in texts[0]
+    assert "b.invalid:1: rank 1 step 3\n" in texts[1] and "b.invalid:2: rank 2 step 3\n" in texts[1]
+    seen = json.loads((tmp_path / "out" / "rank-2.json").read_text())["environment"]
+    assert (seen["LOCAL_RANK"], seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"]) == ("1", "3", "2")
+
+
+def test_the_hosts_of_an_allocation(tmp_path):
+    """`--launcher slurm`: one srun for each host carries its agent."""
+    (tmp_path / "scontrol").write_text("#!/bin/bash\n[[ $3 == 'n[1-2]' ]] && printf \"$NODES\"\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$*" >>sruns\nwhile [[ $1 != env ]]; do shift; done; exec "$@"\n')
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]"}
+    variables["SLURM_NTASKS_PER_NODE"] = "2"
+    process = start(tmp_path, "--launcher", "slurm", NODES="n1\n", **variables)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert all(f"n1:{rank}: rank {rank} step 3\n" in out for rank in range(2))
+    assert "--nodelist=n1 " in (tmp_path / "sruns").read_text()
+    process = start(tmp_path, "--launcher", "slurm", NODES="n1\nn2\n", **variables)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (
+        2,
+        "largetrain: n2: is the same machine as n1; its slots belong into one line.\n",
     )
-    assert done.returncode == 7, done
-    assert "localhost:1: rank 1 step 1\n" in done.stdout and "rank 1 on localhost ended with exit code 7" in done.stderr
+
+
+def test_the_command_needs_no_torch():
+    code = "import sys, largetrain.cli.launch, largetrain.hosts.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_what_a_host_says_of_itself():
@@ -178,14 +224,16 @@ def test_the_interface_towards_an_address():
     assert facts.interface_towards("no-such-host.invalid") is None
 
 
-def test_processes_of_a_run_are_found_by_its_mark():
-    marked = {**os.environ, processes.MARK: "some-run"}
-    other = {**os.environ, processes.MARK: "some-run-2"}
-    children = [subprocess.Popen(["sleep", "60"], env=env) for env in (marked, other, os.environ)]
+def test_what_earlier_starts_of_a_run_have_left_is_known_by_its_marks():
+    def child(**marks: str) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["sleep", "60"], env={**os.environ, **marks})
+
+    old = child(LARGETRAIN_JOB="mine", LARGETRAIN_START="1")
+    others = [child(LARGETRAIN_JOB="mine", LARGETRAIN_START="2"), child(LARGETRAIN_JOB="mine2"), child()]
     try:
-        assert processes.marked("some-run") == [children[0].pid]
-        assert {child.pid for child in children} <= set(processes.descendants(os.getpid()))
+        assert processes.left_over("mine", "2") == [old.pid]
+        assert {process.pid for process in (old, *others)} <= set(processes.descendants(os.getpid()))
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        for process in (old, *others):
+            process.kill()
+            process.wait()

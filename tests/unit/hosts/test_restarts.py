@@ -44,6 +44,9 @@ class Played:
             raise ConfigError(self.now["wrong"])
         self.facts = {host.name: {"step": self.now.get("found"), "saved_s": None} for host in self.hosts}
 
+    def names(self):
+        return [host.name for host in self.hosts]
+
     def run(self, console, on_start):
         on_start()
         self.play.starts.pop(0)
@@ -56,9 +59,7 @@ class Played:
             self.play.starts.remove(self.now)
 
 
-class NoTorchrun:
-    torchrun = False
-
+class FakeJob:
     def __init__(self, again, saved):
         self.again, self.saved = again, saved
 
@@ -66,7 +67,7 @@ class NoTorchrun:
 def job_for(hosts, again, saved):
     if len(hosts) == 1:
         raise ConfigError("one cannot keep the batch")
-    return NoTorchrun(again, saved)
+    return FakeJob(again, saved)
 
 
 @pytest.fixture
