@@ -16,12 +16,11 @@ from largetrain.engine.held import (
     optimizer_pieces,
     own_part,
     restore_optimizer,
-    restore_weights,
     share_of,
     weight_pieces,
 )
 from largetrain.engine.loss_scale import moving_scale, restore_scale
-from largetrain.engine.zero_state import fill_model, frozen_pieces, held_by, owners_of, restore_frozen
+from largetrain.engine.zero_state import frozen_pieces, held_by, owners_of, restore_frozen, take_up_weights
 from largetrain.parallel.axes import Axes
 from largetrain.parallel.pieces import Pieces, Snapshot
 
@@ -166,9 +165,7 @@ class EngineState:
         self._fill(pieces, names)
 
     def _fill(self, pieces: Pieces, names: Collection[str] | None = None) -> None:
-        held = held_by(self.engine, self.stage, self.named.items())
-        restore_weights([part for part in held if names is None or part.name in names], pieces)
-        fill_model(self.engine, self.stage, self.named, pieces, names)
+        take_up_weights(self.engine, self.stage, pieces, self.named, names)
         restore_frozen(self.named.items(), pieces, names)
         restore_buffers(self.buffers().items(), pieces, names)
 

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from largetrain.engine.held import MODEL, Held, Named, columns_of, pairs_of, read, whole_parameters, whole_shape
+from largetrain.engine.held import (
+    MODEL,
+    Held,
+    Named,
+    columns_of,
+    pairs_of,
+    read,
+    restore_weights,
+    whole_parameters,
+    whole_shape,
+)
 from largetrain.parallel.pieces import Piece, Pieces
 
 
@@ -117,22 +127,35 @@ def _frozen_part(parameter: Any) -> tuple[int, Tensor]:
     return start, part.detach().reshape(-1)[: max(0, parameter.ds_numel - start)]
 
 
-def fill_model(engine: Any, stage: int, named: Named, pieces: Pieces, names: Collection[str] | None = None) -> None:
-    """Bring trained weights that the optimizer's tensors have taken up into the model that computes; collective.
+def take_up_weights(
+    engine: Any, stage: int, pieces: Pieces, named: Named | None = None, names: Collection[str] | None = None
+) -> None:
+    """Fill trained weights: those that the optimizer updates, and those that the model computes with; collective.
 
-    ZeRO 1 and 2 gather them from all ranks, which takes gloo as long as reading them several times: there every rank
-    reads all of them itself, and rounds them as the gathering would.
+    Under ZeRO 1 and 2 the latter are gathered from all ranks, which takes gloo as long as reading them several times:
+    there every rank reads all of them, and rounds them as the gathering would.
 
     Args:
-        named: all parameters by name, each once.
-        names: those that have been taken up; None: all.
+        named: as for `held_by`.
+        names: those to fill; None: all.
+
+    Raises:
+        CheckpointError: a parameter is not in the checkpoint, or has another shape there.
     """
-    if stage in (1, 2) and dist.get_backend() == "gloo":
-        for part in sorted(whole_parameters(trained(named)), key=lambda part: part.name):
-            if names is None or part.name in names:
-                part.fill(part.owner, part.read(pieces, MODEL + part.name))
-    else:
+    held = [part for part in held_by(engine, stage, named) if names is None or part.name in names]
+    if stage not in (1, 2) or dist.get_backend() != "gloo":
+        restore_weights(held, pieces)
         copy_into_model(engine, stage)
+        return
+    masters = {part.name: part for part in held}
+    # as they lie in the files, so that the disk reads ahead
+    for part in sorted(whole_parameters(_trained_by(engine, named)), key=lambda part: part.name):
+        if names is not None and part.name not in names:
+            continue
+        values = part.read(pieces, MODEL + part.name)
+        part.fill(part.owner, values)
+        if (own := masters.get(part.name)) is not None:
+            own.fill(own.owner, values[own.start : own.stop])
 
 
 def copy_into_model(engine: Any, stage: int) -> None:

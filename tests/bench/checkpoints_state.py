@@ -28,10 +28,9 @@ from largetrain.engine.held import (
     optimizer_numbers,
     optimizer_pieces,
     restore_optimizer,
-    restore_weights,
     weight_pieces,
 )
-from largetrain.engine.zero_state import copy_into_model, fill_model, held_by, owners_of
+from largetrain.engine.zero_state import copy_into_model, held_by, owners_of, take_up_weights
 from largetrain.parallel.pieces import Piece, Snapshot
 
 STAGE, SEED, TAG = 1, 1234, "step"
@@ -121,9 +120,8 @@ def read_all(checkpoint: Path, state: State) -> None:
 def restore(checkpoint: Path, state: State) -> None:
     """Open a checkpoint and take it up into the engine, as largetrain's backend does."""
     reader = open_checkpoint(checkpoint)
+    take_up_weights(state.engine, STAGE, reader)
     held = held_by(state.engine, STAGE)
-    restore_weights(held, reader)
-    fill_model(state.engine, STAGE, state.engine.module.named_parameters(), reader)
     numbers = reader.shared["optimizer"]
     restore_optimizer(held, owners_of(state.engine, STAGE), state.optimizer, reader, numbers, {})
     reader.own(state.rank)
