@@ -71,9 +71,10 @@ def decide(ends: Sequence[RankEnd], lost: Sequence[str], ranks: int, asked: bool
         lost: hosts whose agents went away before their ranks' ends were heard.
     """
     failed = [end for end in ends if end.code != 0]
-    culprit = next((end for end in failed if not end.is_consequence), None)
-    if culprit is None and not lost and failed:
-        culprit = failed[0]
+    if lost:  # what other ranks say then, tracebacks included, is that the connection broke
+        culprit = next((end for end in failed if end.code in AGREED), None)
+    else:
+        culprit = next((end for end in failed if not end.is_consequence), failed[0] if failed else None)
     if culprit is not None:
         return Outcome(culprit.exit_code, culprit.words(), culprit.rank, tuple(lost), asked)
     if lost:

@@ -64,7 +64,10 @@ class Peers:
         return number if self.rank == 0 else self._receive(self.sockets[0])
 
     def _receive(self, peer: socket.socket) -> int:
-        received = peer.recv(1)
+        try:
+            received = peer.recv(1)
+        except ConnectionError:
+            received = b""
         if not received:
             print("this rank stops because another one has ended", flush=True)
             sys.exit(1)

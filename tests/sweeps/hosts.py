@@ -181,6 +181,9 @@ def kills(count: int, seed: int, steps: int) -> bool:
         done = _disturb(cluster, process, lines, draw, count)
         code = process.wait(600)
         time.sleep(1)
+        if code != 0:
+            print("".join(lines[-100:]))
+            return False
         left = [words for host in cluster.hosts for words in cluster.processes(host).values()]
         same_rows = without_times(rows_of(folder)) == without_times(rows_of(folder, "straight"))
         last = f"step-{steps:08}"
@@ -188,10 +191,7 @@ def kills(count: int, seed: int, steps: int) -> bool:
         same_tensors = ours.keys() == straight.keys() and all(torch.equal(ours[key], straight[key]) for key in ours)
         told = f"exit code {code}, {done} failures, rows {'same' if same_rows else 'DIFFER'}"
         print(f"{told}, weights {'same' if same_tensors else 'DIFFER'}, {len(left)} processes left")
-        good = code == 0 and same_rows and same_tensors and not left
-        if not good:
-            print("".join(lines[-60:]))
-        return good
+        return same_rows and same_tensors and not left
 
 
 def _disturb(

@@ -21,6 +21,7 @@ def end(rank, code, explained=False):
         ([end(1, -11), end(0, -9)], [], 139, 1),
         ([end(1, 1), end(0, 1)], [], 1, 1),
         ([end(0, 1)], ["h1"], 1, None),  # the host's end explains the rank's
+        ([end(0, 1, True)], ["h1"], 1, None),
         ([end(0, 2)], ["h1"], 2, 0),
         ([end(1, 0), end(0, 75)], [], 75, 0),
         ([], ["h0", "h1"], 1, None),
