@@ -74,7 +74,9 @@ def pipeline_cells() -> Iterator[Cell]:
         common = {"backend": "pipeline", "schedule": "dualpipev", **layout, "layers": runs, "zero": zero}
         accumulation = 4 if "data" in layout else 8
         looks = itertools.product((*LOOKS, {"style": "llama", "tied": True}), {runs, accumulation})
-        yield from (Cell(**common, **look, accumulation=some) for look, some in looks)
+        # eight blocks under AdamW are far enough from linear that one rank, too, is off by 5e-5 in the norm
+        optimizer = "SGD" if runs == 8 else "AdamW"
+        yield from (Cell(**common, **look, accumulation=some, optimizer=optimizer) for look, some in looks)
         yield Cell(**common, tied=True, chunk=5, recompute=True, optimizer="SGD", accumulation=accumulation)
         for precision in ("bf16", "fp16") if zero > 0 else ():
             yield Cell(**common, precision=precision, style="gpt", tied=True, accumulation=accumulation)
