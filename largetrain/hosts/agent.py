@@ -155,7 +155,10 @@ class Agent:
 
     def _write_files(self) -> None:
         """The configuration as the launcher read it, so that no host reads another one."""
-        self.folder = tempfile.mkdtemp(prefix="largetrain-")
+        prefix = f"largetrain-{self.job['job']}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)  # by an agent that was killed
+        self.folder = tempfile.mkdtemp(prefix=prefix)
         for name, file in self.job["files"].items():
             path = Path(self.folder, name, file["name"])
             path.parent.mkdir()

@@ -52,6 +52,8 @@ class Supervisor:
     events: Events
     quiet: bool = False
     starts: int = 0
+    earlier: int = 0
+    """Starts by earlier launches into the same folder of logs."""
     step: int | None = None
     """Updates at the newest checkpoint, as far as it was heard."""
     first_step: int | None = None
@@ -87,6 +89,9 @@ class Supervisor:
 
     def _start(self) -> Outcome:
         again = self.starts > 0
+        if not again:
+            numbers = [path.name.removeprefix("start-") for path in self.logs.glob("start-*")]
+            self.earlier = max((int(number) for number in numbers if number.isdigit()), default=0)
         self.starts += 1
         try:
             attempt = self._connected(again)
@@ -95,7 +100,7 @@ class Supervisor:
                 raise
             return Outcome(EXIT_INTERNAL, str(error))
         try:
-            console = Console(self.logs / f"start-{self.starts}", attempt.names(), self.quiet)
+            console = Console(self.logs / f"start-{self.earlier + self.starts}", attempt.names(), self.quiet)
             outcome = attempt.run(console, on_start=lambda: self._tell_start(attempt, again))
             console.close()
         except Unreachable as error:
@@ -179,7 +184,7 @@ class Supervisor:
     def _log(self, what: str, **fields: Any) -> None:
         """A line of launch.jsonl."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        row = {"time": round(time.time(), 1), "event": what, "start": self.starts, **fields}
+        row = {"time": round(time.time(), 1), "event": what, "start": self.earlier + self.starts, **fields}
         with (self.logs / "launch.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

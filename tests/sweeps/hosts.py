@@ -1,9 +1,11 @@
-"""Launches on fake hosts at length: `python -m tests.sweeps.hosts [launchers] [times] [kills --count 30 --seed 0]`.
+"""Launches on fake hosts at length: `python -m tests.sweeps.hosts [launchers] [slurm] [times] [kills --count 30]`.
 
 launchers: the same run on two and three hosts by every way to start it; losses have to be those of one host.
+slurm: a launch in an allocation, and launch/slurm stopped, requeued and resumed.
 times: seconds from a failure to the end of the launch, and to the end of the last process on any host.
 kills: one run that loses ranks, agents, hosts and cables at random moments, and has to end as if nothing had happened.
-Needs what `tests/cluster/fake_hosts.py` needs, and for all launchers Debian's packages pdsh and openmpi-bin.
+Needs what `tests/cluster/fake_hosts.py` needs, and for all launchers Debian's packages pdsh, openmpi-bin,
+slurmctld, slurmd, slurm-client and munge.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import torch
 from tests.checkpoints import weights_of
 from tests.cli.test_train_cli import run_command
 from tests.cluster.fake_hosts import Cluster, why_not
+from tests.cluster.fake_slurm import missing, slurm
 from tests.cluster.launches import ROOT, Launch, start
 from tests.distributed.tiny_run import rows_of, without_times, write_inputs
 from tests.ranks import run_ranks
@@ -117,6 +120,47 @@ def together(cluster: Cluster, folder: Path, lines: dict[str, list[str]]) -> tup
     ]
     texts = [process.communicate(timeout=LIMIT_S)[0] for process in running]
     return max(abs(process.returncode) for process in running), "\n".join(texts)
+
+
+def slurm_jobs() -> bool:
+    """The launch in an allocation, and the sbatch script: to its end, and stopped, requeued and resumed."""
+    if reason := missing():
+        print(f"slurm: {reason}")
+        return False
+    with Cluster(2) as cluster, slurm(cluster) as environment:
+        folder = cluster.folder / "run"
+        environment |= {**ENVIRONMENT, "PATH": f"{BIN}:{environment['PATH']}"}
+        del environment["GLOO_SOCKET_IFNAME"]
+        write_inputs(folder, {"zero_optimization": {"stage": 2}}, {"logging": {"every_steps": 1}})
+        paths = ["--ds_config", str(folder / "engine.json"), "--config", str(folder / "run.json")]
+        run_ranks(run_command, 2, [*paths, "--steps", "400", "--output", str(folder / "straight")])
+        wanted = without_times(rows_of(folder, "straight"))
+
+        def on_first(*words: str) -> str:
+            done = cluster.run("node1", words, folder, env=environment, timeout=LIMIT_S)
+            return done.stdout + done.stderr + (f"exit code {done.returncode}" if done.returncode else "")
+
+        size = ["-N2", "--ntasks-per-node=1"]
+        launch = [sys.executable, "-m", "largetrain", "launch", "--launcher", "slurm", "--quiet", "--"]
+        text = on_first("salloc", *size, *launch, *FILES, "--steps", "400", "--output", "out")
+        good = without_times(rows_of(folder)) == wanted
+        print(f"largetrain launch --launcher slurm: {'to the bit' if good else text}", flush=True)
+        batch = [*size, "--cpus-per-task=1", "--gpus-per-node=0", str(ROOT / "launch" / "slurm"), *FILES]
+        job = on_first("sbatch", "--parsable", *batch, "--steps", "400").strip()
+        log = folder / f"largetrain-{job}.log"
+        deadline = time.monotonic() + LIMIT_S
+        stopped_at = 0
+        while (
+            "done: 400 updates" not in (text := log.read_text() if log.exists() else "") and time.monotonic() < deadline
+        ):
+            if not stopped_at and "step 20/" in text:
+                on_first("scancel", "--signal=USR1", job)
+                stopped_at = 20
+            time.sleep(0.2)
+        rows = without_times(rows_of(folder, f"runs/largetrain-{job}"))
+        resumed = rows == wanted and "saved in" in text and "resuming from" in text
+        print(f"launch/slurm, stopped, requeued, resumed: {'to the bit' if resumed else text[-3000:]}", flush=True)
+        return good and resumed
 
 
 def times() -> bool:
@@ -238,7 +282,7 @@ def _disturb(
 def main() -> int:
     """Run the parts that are named, or all; exit code 1 when something is not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="launchers, times, kills; none: all")
+    parser.add_argument("parts", nargs="*", help="launchers, slurm, times, kills; none: all")
     parser.add_argument("--count", type=int, default=30, help="failures in the run")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--steps", type=int, default=400, help="length of the run")
@@ -246,8 +290,9 @@ def main() -> int:
     if reason := why_not():
         print(reason)
         return 2
-    parts = options.parts or ["launchers", "times", "kills"]
+    parts = options.parts or ["launchers", "slurm", "times", "kills"]
     good = [launchers(hosts) for hosts in (2, 3) if "launchers" in parts]
+    good += [slurm_jobs()] if "slurm" in parts else []
     good += [times()] if "times" in parts else []
     good += [kills(options.count, options.seed, options.steps)] if "kills" in parts else []
     return 0 if all(good) else 1

@@ -1,5 +1,6 @@
 """When a run is started again, with what, and when not; its starts are played here."""
 
+import json
 import signal
 import threading
 import time
@@ -188,3 +189,12 @@ def test_pauses_grow_while_nothing_is_gained(supervise, monkeypatch):
     play = Play(failed(1), *(failed(found=1) for _ in range(8)), done())
     supervise(play, max_restarts=50).run()
     assert pauses == [1, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_later_launch_writes_beside_an_earlier_one(supervise, tmp_path):
+    """As when a job was requeued."""
+    (tmp_path / "logs" / "start-7").mkdir(parents=True)
+    supervisor = supervise(Play(failed(1), done()), max_restarts=1)
+    assert supervisor.run().code == 0
+    rows = [json.loads(row) for row in (tmp_path / "logs" / "launch.jsonl").read_text().splitlines()]
+    assert [row["start"] for row in rows] == [8, 8, 9, 9]
