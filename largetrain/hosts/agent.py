@@ -6,6 +6,7 @@ of the input or by its silence, the ranks are asked to save, and are killed a li
 killed, the kernel kills them. It ends when they have ended, and leaves no process of theirs.
 """
 
+import contextlib
 import hashlib
 import os
 import selectors
@@ -322,7 +323,8 @@ class Agent:
 
     def _lose(self, why: str, grace_s: float) -> None:
         if not self.lost:
-            print(f"largetrain agent: {why}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                os.write(2, f"largetrain agent: {why}\n".encode())
         self.lost, self.unsent = True, b""
         self._stop(grace_s)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,21 @@ def test_on_this_machine(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 7, out + err
     assert "localhost:1: rank 1 step 1\n" in out and "rank 1 on localhost ended with exit code 7" in err
+
+
+def test_a_killed_launcher_lets_the_ranks_save(tmp_path):
+    process = start(tmp_path, "--slots", "2", plan='{"steps": 1000000, "slow_save_s": 0.5}')
+    assert process.stdout is not None
+    while "rank 1 step 2" not in process.stdout.readline():
+        assert process.poll() is None
+    ranks = processes.descendants(process.pid)
+    assert len(ranks) == 3  # and their agent
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while (left := [number for number in ranks if Path(f"/proc/{number}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left and (tmp_path / "out" / "checkpoints" / "latest").exists()
 
 
 def test_a_line_for_every_host(tmp_path):
