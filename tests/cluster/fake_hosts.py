@@ -21,6 +21,7 @@ from typing import Any
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client"}
 SBIN = "/usr/sbin:/sbin"
 NETWORK = "192.0.2"  # RFC 5737: for documentation, never routed
+NETWORK_6 = "fd00:7474:"  # RFC 4193: of this machine's own
 START_LIMIT_S = 10.0
 END_LIMIT_S = 10.0
 
@@ -85,6 +86,7 @@ class FakeHost:
     address: str
     netns: str
     port: str
+    address_6: str = ""
     first_pid: int = 0
     unshare: "subprocess.Popen[bytes] | None" = None
 
@@ -102,7 +104,9 @@ class Cluster:
         mark = f"lt{secrets.token_hex(3)}"
         self.switch = f"{mark}-switch"
         self.hosts = {
-            f"node{i}": FakeHost(f"node{i}", f"{NETWORK}.{10 + i}", f"{mark}-node{i}", f"port{i}")
+            f"node{i}": FakeHost(
+                f"node{i}", f"{NETWORK}.{10 + i}", f"{mark}-node{i}", f"port{i}", f"{NETWORK_6}:{10 + i}"
+            )
             for i in range(1, count + 1)
         }
         self._own_name_is_loopback = own_name_is_loopback
@@ -207,7 +211,7 @@ class Cluster:
         for key in ("host_key", "user_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", key, "-f", str(self.folder / key))
         public = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
-        known = [f"{host.name},{host.address} {public}\n" for host in self.hosts.values()]
+        known = [f"{host.name},{host.address},{host.address_6} {public}\n" for host in self.hosts.values()]
         (self.folder / "known_hosts").write_text("".join(known))
         (self.folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=self.folder))
         (self.folder / "ssh").mkdir()
@@ -227,6 +231,8 @@ class Cluster:
         _ip("-n", self.switch, "link", "add", host.port, *cable)
         _ip("-n", self.switch, "link", "set", host.port, "master", "bridge", "up")
         _ip("-n", host.netns, "address", "add", f"{host.address}/24", "dev", "eth0")
+        # without a search for duplicates, which takes seconds
+        _ip("-n", host.netns, "-6", "address", "add", f"{host.address_6}/64", "dev", "eth0", "nodad")
         _ip("-n", host.netns, "link", "set", "eth0", "up")
 
     def _boot(self, host: FakeHost) -> None:

@@ -41,7 +41,8 @@ class Peers:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if self.rank == 0:
-            server = socket.create_server(("", port))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            server = socket.create_server(("", port), family=family)
             self.sockets = [server.accept()[0] for _ in range(self.ranks - 1)]
             server.close()
             return

@@ -51,6 +51,15 @@ def test_what_reaches_the_ranks(two_hosts):
     assert two_hosts.run("node1", ["ls", "/tmp"]).stdout == two_hosts.run("node2", ["ls", "/tmp"]).stdout == ""
 
 
+def test_users_and_addresses_of_ipv6(two_hosts):
+    """DeepSpeed's pdsh takes the one and breaks over the other."""
+    first, second = (host.address_6 for host in two_hosts.hosts.values())
+    done = Launch(two_hosts, ["--hostfile", str(two_hosts.hostfile(1, [f"root@{first}", f"[{second}]"]))]).done()
+    assert (done.code, done.left) == (0, {}), done
+    assert done.rank(1)["host"] == "node2" and done.rank(1)["environment"]["MASTER_ADDR"] == first
+    assert done.rank(0)["environment"]["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
 def test_the_first_failure_ends_all_and_its_traceback_comes_last(two_hosts):
     done = start(two_hosts, fails=1, steps=10**6).done()
     assert (done.code, done.left) == (1, {})
