@@ -11,8 +11,7 @@ from tests.distributed.parity.parallel import BACKENDS, VOCAB, Cell
 from tests.ranks import run_ranks
 from tests.reference import toy_batches
 
-ALONE = Cell(accumulation=2, style="llama")
-STAGES = replace(ALONE, backend="pipeline", stages=2)
+STAGES = Cell(backend="pipeline", stages=2, accumulation=2)
 LENGTHS = (8, 5, 8, 3)  # of the sequences of each update
 
 
@@ -36,10 +35,19 @@ def updates_and_evaluations(cell):
     return seen
 
 
-def test_updates_and_evaluations_of_several_shapes_are_those_of_one_rank():
-    """Also with a middle stage, which trains without seeing a batch. Sums of under 100 numbers, over four updates."""
-    (expected,) = run_ranks(updates_and_evaluations, 1, replace(ALONE, layers=3))
-    for seen in run_ranks(updates_and_evaluations, 3, replace(STAGES, stages=3, layers=3), timeout=100):
+CELLS = {
+    "three stages": replace(STAGES, stages=3, layers=3),  # the middle one trains without seeing a batch
+    "dualpipev": replace(STAGES, layers=4, schedule="dualpipev", accumulation=4),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_updates_and_evaluations_of_several_shapes_are_those_of_one_rank(name):
+    """Sums of under 100 numbers, over four updates."""
+    cell = CELLS[name]
+    alone = replace(cell, backend="deepspeed", stages=1, schedule="1f1b")
+    (expected,) = run_ranks(updates_and_evaluations, 1, alone)
+    for seen in run_ranks(updates_and_evaluations, cell.stages, cell, timeout=100):
         assert seen == pytest.approx(expected, rel=1e-5)
 
 
