@@ -60,6 +60,7 @@ def problems_of(world_size: int, *overrides: str) -> list[str]:
 
 
 # (ranks, overrides) -> what one of the lines must say: the key, and what to write instead
+FOLDED = ("parallel.pipeline_stages=2", "parallel.pipeline_schedule=dualpipev")
 REFUSED = {
     "ranks": ((4, "parallel.tensor_parallel=3", "model.heads=6"), ("tensor_parallel 3 does not divide 4", "1, 2, 4")),
     "ranks, both": (
@@ -95,6 +96,19 @@ REFUSED = {
     ),
     "idle partition": ((1, "parallel.partition=uniform"), ("no effect", "pipeline_stages")),
     "stage number": ((2, "parallel.pipeline_stages=2", "parallel.recompute_stages=[2]"), ("no stage 2", "0 to 1")),
+    "idle schedule": ((1, "parallel.pipeline_schedule=dualpipev"), ("no effect", "pipeline_stages")),
+    "micro-batches": (
+        (2, *FOLDED, "gradient_accumulation_steps=3"),
+        ("dualpipev on 2 stages takes 4 micro-batches", "gradient_accumulation_steps is 3", "write 1f1b"),
+    ),
+    "runs": (
+        (2, *FOLDED, "model.layers=3", "gradient_accumulation_steps=4"),
+        ("3 blocks (model.layers) into 4 runs", "more layers"),
+    ),
+    "partition of runs": (
+        (2, *FOLDED, "parallel.partition=[4,5]", "gradient_accumulation_steps=4"),
+        ("names 2 runs", "4 runs of layers, 2 for each of the 2 stages"),
+    ),
     "partition length": (
         (2, "parallel.pipeline_stages=2", "parallel.partition=[3,3,3]"),
         ("names 3 runs", "the 2 stages"),
