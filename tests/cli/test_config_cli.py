@@ -168,7 +168,7 @@ def test_a_mistake_is_found_before_torch_is_imported_and_said_once_per_launch(tm
 
 def test_wrong_flags_and_commands(capsys):
     for arguments, said in (
-        (["confg"], "unknown command 'confg'; commands: train, config, check"),
+        (["confg"], "unknown command 'confg'; commands: train, launch, config, check"),
         (["config", "--stps", "3"], "unrecognized arguments: --stps 3; did you mean --steps?"),
         (["config", "--world-size", "two"], "invalid int value: 'two'"),
         (["config", "leftover"], "unrecognized arguments: leftover"),
