@@ -57,17 +57,20 @@ def _costs(resolved: Resolved, staged: StagedModel, data: DataBundle | None, dev
         where = torch.device("meta") if not staged.names and not timed else device
         layers = staged.whole_layers or staged.layers
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            found[0] = layer_costs(layers, _sample(resolved, data, where), dtype_of(resolved.engine), timed)
+            sample, labels = _sample(resolved, data, where)
+            found[0] = layer_costs(layers, sample, dtype_of(resolved.engine), timed, labels)
     dist.broadcast_object_list(found, 0)
     assert found[0] is not None
     return found[0]
 
 
-def _sample(resolved: Resolved, data: DataBundle | None, device: torch.device) -> Tensor:
-    """Input of one micro-batch: a real one where the data are at hand, since only they know its shape."""
+def _sample(resolved: Resolved, data: DataBundle | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Input and labels of one micro-batch: a real one where the data are at hand, since only they know its shape."""
     micro_batch = resolved.batch.micro_batch
     if data is None:
         assert resolved.decoder is not None
-        return torch.zeros(micro_batch, resolved.decoder.seq_len, dtype=torch.int64, device=device)
+        return torch.zeros(micro_batch, resolved.decoder.seq_len, dtype=torch.int64, device=device), None
     batch = next(evaluation_batches(data.train, micro_batch, 1, 0, max_samples=micro_batch))
-    return input_of(batch, device, dtype_of(resolved.engine))
+    labels = batch.get("labels")
+    # the layers have not been cast to the run's precision yet
+    return input_of(batch, device, torch.float32), labels.to(device) if isinstance(labels, Tensor) else None

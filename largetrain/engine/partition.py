@@ -1,15 +1,18 @@
 """Which layers a pipeline stage gets: what each layer costs, and the cut that keeps the largest stage smallest."""
 
+import inspect
 import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from largetrain.errors import ConfigError
@@ -39,24 +42,39 @@ class LayerCost:
 
 
 def layer_costs(
-    layers: Sequence[NamedLayer], sample: Tensor, dtype: torch.dtype, timed: bool = False
+    layers: Sequence[NamedLayer],
+    sample: Tensor,
+    dtype: torch.dtype,
+    timed: bool = False,
+    labels: Tensor | None = None,
 ) -> list[LayerCost]:
     """Run every layer once on a sample, one at a time, so that never more than one of them exists.
 
     Args:
         layers: undivided by tensor parallelism.
-        sample: input of the first layer for one micro-batch; its device is where they are built and run.
+        sample: input of the first layer for one micro-batch, floats in fp32; layers are built and run on its device.
         dtype: in which the run computes.
         timed: measure forward and backward as well.
+        labels: of the sample, for a last layer that cannot do without.
+
+    Raises:
+        ConfigError: a layer gives no tensor for the next one.
     """
-    costs, value = [], sample
+    costs: list[LayerCost] = []
+    value: Any = sample
     tables: dict[str, Tensor] = {}
     wanted = {layer.tied_to for layer in layers}
     for layer in layers:
         module = _built(layer, tables, sample.device)
         if layer.name in wanted:
             tables[layer.name] = module.weight  # type: ignore[assignment]
-        cost, value = _cost(layer, module, value, timed)
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"parallel.pipeline_stages: layer {costs[-1].name} ({costs[-1].kind}) gives a {type(value).__name__}, "
+                f"and stages hand on one tensor; let layers() list modules that give one, or write 1."
+            )
+        needs_labels = layer is layers[-1] and labels is not None and not _takes_one(module)
+        cost, value = _cost(layer, module, [value, labels] if needs_labels else [value], timed)
         costs.append(cost)
     half = torch.finfo(dtype).bits < 32
     return [_in_half(cost) for cost in costs] if half else costs
@@ -71,7 +89,16 @@ def _built(layer: NamedLayer, tables: dict[str, Tensor], device: torch.device) -
         return layer.build(*([] if layer.tied_to is None else [tables[layer.tied_to]]))
 
 
-def _cost(layer: NamedLayer, module: nn.Module, value: Tensor, timed: bool) -> tuple[LayerCost, Tensor]:
+def _takes_one(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _cost(layer: NamedLayer, module: nn.Module, arguments: Sequence[Any], timed: bool) -> tuple[LayerCost, Any]:
+    """Its cost, and what it gives."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()  # statistics of batch norms must not move
     saved: dict[int, int] = {}  # each storage once: the graph keeps them, so no two have the same address
@@ -82,38 +109,45 @@ def _cost(layer: NamedLayer, module: nn.Module, value: Tensor, timed: bool) -> t
             saved.setdefault(_storage(tensor), tensor.numel() * tensor.element_size())
         return tensor
 
-    inputs = value.detach().requires_grad_(value.is_floating_point())
+    inputs = arguments[0].detach().requires_grad_(arguments[0].is_floating_point())
+    call = partial(_called, module, inputs, *arguments[1:])
     counter = FlopCounterMode(display=False)
     with counter, saved_tensors_hooks(note, lambda tensor: tensor):
-        output = module(_given(inputs))
-    seconds = _seconds(module, inputs) if timed else 0.0
+        output = call()
+    seconds = _seconds(module, inputs, call) if timed else 0.0
     for part, mode in modes:
         part.training = mode
     parameters = 0 if layer.tied_to is not None else sum(p.numel() for p in module.parameters() if p.requires_grad)
-    flops = counter.get_total_flops() + ELEMENTWISE * output.numel()
+    elements = sum(tensor.numel() for tensor in _tensors(output))
+    flops = counter.get_total_flops() + ELEMENTWISE * elements
     kind = type(module).__name__
-    return LayerCost(layer.name, kind, parameters, flops, sum(saved.values()), seconds), output.detach()
+    cost = LayerCost(layer.name, kind, parameters, flops, sum(saved.values()), seconds)
+    return cost, output.detach() if isinstance(output, Tensor) else output
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _given(inputs: Tensor) -> Tensor:
-    """As a stage gets it: no leaf, so that a layer may work in place."""
-    return inputs.clone() if inputs.requires_grad else inputs
+def _called(module: nn.Module, inputs: Tensor, *others: Tensor) -> Any:
+    """The inputs as a stage gets them: no leaf, so that a layer may work in place."""
+    return module(inputs.clone() if inputs.requires_grad else inputs, *others)
 
 
-def _seconds(module: nn.Module, inputs: Tensor) -> float:
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _seconds(module: nn.Module, inputs: Tensor, call: Callable[[], Any]) -> float:
     """Smallest time of a forward and backward pass; gradients are thrown away."""
     wanted: list[Tensor] = [p for p in [inputs, *module.parameters()] if p.requires_grad]
     times = []
     for _ in range(TIMED + 1):
         _wait(inputs.device)
         started = time.perf_counter()
-        output = module(_given(inputs))
-        if wanted and output.requires_grad:
-            torch.autograd.grad(output.sum(), wanted, allow_unused=True)
+        outputs = [tensor for tensor in _tensors(call()) if tensor.requires_grad]
+        if wanted and outputs:
+            torch.autograd.grad([tensor.sum() for tensor in outputs], wanted, allow_unused=True)
         _wait(inputs.device)
         times.append(time.perf_counter() - started)
     return min(times[1:])

@@ -137,3 +137,26 @@ def test_a_stage_may_hold_two_runs_from_both_ends():
     assert lines[2].split() == ["0", "2", "l0,", "l4", "2,097,152", "42%", "37", "MiB"]  # 2 x 16 + 2.5 x 2
     assert lines[3].split() == ["1", "3", "l1,", "l2", "to", "l3", "3,145,728", "58%", "56", "MiB"]
     assert "stage 1 takes 17% more time" in lines[4]
+
+
+class Paired(nn.Linear):
+    def forward(self, value):
+        return super().forward(value), value
+
+
+class WithLabels(nn.Linear):
+    def forward(self, value, labels):
+        return nn.functional.cross_entropy(super().forward(value), labels), (labels >= 0).sum()
+
+
+def test_a_last_layer_that_needs_labels_gets_them():
+    layers = [NamedLayer("one", lambda: nn.Linear(4, 6)), NamedLayer("last", lambda: WithLabels(6, 2))]
+    labels = torch.zeros(3, dtype=torch.int64)
+    found = layer_costs(layers, torch.zeros(3, 4), torch.float32, timed=True, labels=labels)
+    assert found[1].flops >= 2 * 3 * 6 * 2 and found[1].seconds > 0
+
+
+def test_a_layer_that_gives_no_tensor_is_named():
+    layers = [NamedLayer("pair", lambda: Paired(4, 4)), NamedLayer("last", lambda: nn.Linear(4, 2))]
+    with pytest.raises(ConfigError, match=r"layer pair \(Paired\) gives a tuple, and stages hand on one tensor"):
+        layer_costs(layers, torch.zeros(3, 4), torch.float32)
