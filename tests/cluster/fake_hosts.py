@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client"}
 SBIN = "/usr/sbin:/sbin"
+OWN = ("/tmp", "/run", "/dev/shm")  # places that every host has anew
 NETWORK = "192.0.2"  # RFC 5737: for documentation, never routed
 NETWORK_6 = "fd00:7474:"  # RFC 4193: of this machine's own
 START_LIMIT_S = 10.0
@@ -65,6 +67,9 @@ def why_not() -> str | None:
     """Why this machine cannot make such hosts; None when it can."""
     if os.geteuid() != 0:
         return "hosts of namespaces need root"
+    for what, place in (("this Python", Path(sys.executable).absolute()), ("the checkout", Path(__file__).resolve())):
+        if any(place.is_relative_to(own) for own in OWN):
+            return f"{what} is in {place.parent}, where every host sees files of its own"
     path = f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
     missing = [program for program in PACKAGES if shutil.which(program, path=path) is None]
     if missing:
