@@ -230,7 +230,7 @@ class ParallelConfig(Section):
     """Ranks that share each matrix of every layer (Shoeybi et al. 2019); keep them on one host."""
     sequence_parallel: bool = False
     """Divide norms, dropout and residuals over the tensor-parallel ranks too, along the sequence (Korthikanti et al.
-    2022): less memory for activations, as many bytes sent."""
+    2022): less memory for activations, for two more all-gathers in each layer."""
     pipeline_stages: Size = 1
     """Groups of ranks that each hold some of the layers; micro-batches (gradient_accumulation_steps) pass through."""
     partition: str | list[Size] = "cost"
